@@ -1,0 +1,1 @@
+"""The producer's side and the memory: what was asked for, what was made, what can be reused."""

@@ -1,0 +1,102 @@
+"""Connections to Postgres, and the schema's migrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import sqlalchemy
+from sqlalchemy import Connection, Engine, text
+
+from chorus_batch.jobs.errors import DependencyDown
+
+# The oldest pgvector without the index corruption of 0.8.2 and the insert errors of 0.8.3 (its change log).
+OLDEST_PGVECTOR = (0, 8, 4)
+
+
+def driver_url(url: str) -> sqlalchemy.URL:
+    """The SQLAlchemy form (psycopg 3) of an ordinary `postgresql://` URL."""
+    return sqlalchemy.make_url(url).set(drivername="postgresql+psycopg")
+
+
+def connect(url: str, *, pool_size: int = 5) -> Engine:
+    """An engine whose connections are tested before use: a restarted server costs a reconnect, not a job."""
+    return sqlalchemy.create_engine(
+        driver_url(url),
+        pool_size=pool_size,
+        pool_pre_ping=True,
+        connect_args={
+            "application_name": "chorus-batch",
+            "connect_timeout": 10,
+            # A stuck client must not hold back vacuum: a queue suffers first.
+            "options": "-c idle_in_transaction_session_timeout=60000",
+        },
+    )
+
+
+@contextmanager
+def transaction(engine: Engine) -> Iterator[Connection]:
+    """One transaction; a server that is away becomes DependencyDown."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except sqlalchemy.exc.OperationalError as error:
+        raise DependencyDown(
+            f"database: {str(error.orig).strip()}", code="database", hint="run `chorus-batch doctor`"
+        ) from error
+
+
+def upgrade(engine: Engine, revision: str = "head") -> None:
+    """Bring the schema to `revision`; several commands may call this at once."""
+    from alembic import command
+
+    with transaction(engine) as connection:
+        # Two first commands at once: the second waits here and then finds nothing to do.
+        connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('chorus-batch migrations'))"))
+        command.upgrade(_alembic_config(connection), revision)
+
+
+def downgrade(engine: Engine, revision: str) -> None:
+    """Take the schema back to `revision` (`base`: nothing is left)."""
+    from alembic import command
+
+    with transaction(engine) as connection:
+        command.downgrade(_alembic_config(connection), revision)
+
+
+def current_revision(engine: Engine) -> str | None:
+    """The revision that the database is at, None for an empty one."""
+    from alembic.migration import MigrationContext
+
+    with transaction(engine) as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def head_revision() -> str:
+    """The revision that this program needs."""
+    from alembic.script import ScriptDirectory
+
+    head = ScriptDirectory(str(_migrations())).get_current_head()
+    assert head is not None
+    return head
+
+
+def ensure_schema(engine: Engine) -> None:
+    """Upgrade if the database isn't at the revision that this program needs."""
+    if current_revision(engine) != head_revision():
+        upgrade(engine)
+
+
+def _migrations() -> Path:
+    # Found by its file, not imported: alembic runs the scripts itself.
+    return Path(__file__).resolve().parent.parent / "migrations"
+
+
+def _alembic_config(connection: Connection):  # type: ignore[no-untyped-def]
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(_migrations()))
+    config.attributes["connection"] = connection
+    return config

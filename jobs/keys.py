@@ -1,0 +1,48 @@
+"""Where each object lies in the store: the only place that spells object keys.
+
+A key names the attempt that wrote it, so two attempts at one job never write the same object and a worker that lost its
+claim can't overwrite what its successor made.
+"""
+
+from __future__ import annotations
+
+import re
+from uuid import UUID
+
+Identifier = int | str | UUID
+
+_PART = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_DOMAIN = re.compile(r"[0-9a-f]{64}")
+
+
+def video_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
+    """The key of a job's MP4."""
+    return f"{_attempt(batch_id, job_id, attempt)}/video.mp4"
+
+
+def latents_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
+    """The key of a job's final latents."""
+    return f"{_attempt(batch_id, job_id, attempt)}/latents.safetensors"
+
+
+def entry_key(domain_key: str, job_id: Identifier, attempt: int) -> str:
+    """The key of the cache entry that a job left; `domain_key` is the sha256, in hex, of what entries must share."""
+    if not _DOMAIN.fullmatch(domain_key):
+        raise ValueError(f"not a sha256 in lower-case hex: {domain_key!r}")
+    return f"cache/{domain_key[:2]}/{domain_key}/{_part(job_id)}-{_part(attempt)}.safetensors"
+
+
+def batch_prefix(batch_id: Identifier) -> str:
+    """What the keys of all of a batch's objects begin with."""
+    return f"batches/{_part(batch_id)}/"
+
+
+def _attempt(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
+    return f"{batch_prefix(batch_id)}jobs/{_part(job_id)}/attempts/{_part(attempt)}"
+
+
+def _part(value: Identifier) -> str:
+    text = str(value)
+    if not _PART.fullmatch(text):
+        raise ValueError(f"not usable in an object key: {text!r}")
+    return text

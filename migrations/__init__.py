@@ -1,0 +1,1 @@
+"""The schema's history: numbered, one purpose each."""
