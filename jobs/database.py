@@ -100,3 +100,19 @@ def _alembic_config(connection: Connection):  # type: ignore[no-untyped-def]
     config.set_main_option("script_location", str(_migrations()))
     config.attributes["connection"] = connection
     return config
+
+
+def check_versions(engine: Engine) -> list[str]:
+    """What is wrong with the schema's revision or with pgvector; empty if nothing is."""
+    problems = []
+    revision, head = current_revision(engine), head_revision()
+    if revision != head:
+        problems.append(f"the schema is at revision {revision or 'none'}, this program needs {head}")
+    with transaction(engine) as connection:
+        query = "SELECT coalesce((SELECT extversion FROM pg_extension WHERE extname = 'vector'), '')"
+        version = str(connection.execute(text(query)).scalar_one())
+    found = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    if found < OLDEST_PGVECTOR:
+        needed = ".".join(map(str, OLDEST_PGVECTOR))
+        problems.append(f"pgvector is {version or 'missing'}, {needed} or newer is needed (older ones corrupt indexes)")
+    return problems

@@ -206,7 +206,7 @@ class Job(Model):
 
     __tablename__ = "jobs"
     __table_args__ = (
-        UniqueConstraint("batch_id", "row", "copy"),
+        UniqueConstraint("batch_id", "file", "row", "copy"),
         UniqueConstraint("batch_id", "external_id"),
         CheckConstraint("(outcome IS NULL) = (finished_at IS NULL)", name="finished_with_outcome"),
         CheckConstraint(
@@ -227,6 +227,7 @@ class Job(Model):
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
     batch_id: Mapped[int] = mapped_column(ForeignKey("batches.id", ondelete="CASCADE"))
+    file: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # 0-based, in the order of the submit
     row: Mapped[int]  # 1-based data row of the file
     copy: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # of a row that asks for several videos
     line: Mapped[int]  # 1-based physical line on which the row starts
@@ -237,7 +238,7 @@ class Job(Model):
     seed: Mapped[int] = mapped_column(BigInteger)
     fps: Mapped[int] = mapped_column(SmallInteger)
     reuse: Mapped[Reuse]
-    priority: Mapped[int] = mapped_column(SmallInteger)
+    priority: Mapped[int]
     output_name: Mapped[str | None]
     extra: Mapped[dict[str, Any] | None]  # the columns that the program doesn't know
     role: Mapped[Role]
@@ -277,7 +278,7 @@ class QueueItem(Model):
     )
     batch_id: Mapped[int] = mapped_column(BigInteger)
     source_job_id: Mapped[int | None] = mapped_column(BigInteger)  # for waiting, and for locality once ready
-    priority: Mapped[int] = mapped_column(SmallInteger)
+    priority: Mapped[int]
     position: Mapped[int]
     state: Mapped[QueueState]
     worker_id: Mapped[str | None] = mapped_column(ForeignKey("workers.id"))

@@ -126,6 +126,7 @@ def upgrade() -> None:
         "jobs",
         sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
         sa.Column("batch_id", sa.BigInteger(), nullable=False),
+        sa.Column("file", sa.SmallInteger(), server_default="0", nullable=False),
         sa.Column("row", sa.Integer(), nullable=False),
         sa.Column("copy", sa.SmallInteger(), server_default="0", nullable=False),
         sa.Column("line", sa.Integer(), nullable=False),
@@ -136,7 +137,7 @@ def upgrade() -> None:
         sa.Column("seed", sa.BigInteger(), nullable=False),
         sa.Column("fps", sa.SmallInteger(), nullable=False),
         sa.Column("reuse", sa.Enum("auto", "force", "off", name="reuse"), nullable=False),
-        sa.Column("priority", sa.SmallInteger(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
         sa.Column("output_name", sa.Text(), nullable=True),
         sa.Column("extra", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("role", sa.Enum("source", "follower", "duplicate", name="role"), nullable=False),
@@ -165,7 +166,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["source_job_id"], ["jobs.id"], name=op.f("fk_jobs_source_job_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
         sa.UniqueConstraint("batch_id", "external_id", name=op.f("uq_jobs_batch_id_external_id")),
-        sa.UniqueConstraint("batch_id", "row", "copy", name=op.f("uq_jobs_batch_id_row_copy")),
+        sa.UniqueConstraint("batch_id", "file", "row", "copy", name=op.f("uq_jobs_batch_id_file_row_copy")),
     )
     op.create_index(
         "ix_jobs_finished", "jobs", ["finished_at", "id"], unique=False, postgresql_where=sa.text("outcome = 'done'")
@@ -207,7 +208,7 @@ def upgrade() -> None:
         sa.Column("job_id", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("batch_id", sa.BigInteger(), nullable=False),
         sa.Column("source_job_id", sa.BigInteger(), nullable=True),
-        sa.Column("priority", sa.SmallInteger(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
         sa.Column("position", sa.Integer(), nullable=False),
         sa.Column("state", sa.Enum("waiting", "ready", "paused", "running", name="queue_state"), nullable=False),
         sa.Column("worker_id", sa.Text(), nullable=True),

@@ -1,0 +1,76 @@
+"""A trajectory's latents as bytes: safetensors, never pickle, with a checksum inside.
+
+The same trajectory always gives the same bytes. Tensors come back in float32 whatever they were stored in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from .errors import CorruptLatents
+
+FORMAT = "chorus-trajectory/1"
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAME = re.compile(r"x_(\d{5})")
+
+
+def pack(trajectory: Mapping[int, torch.Tensor], metadata: Mapping[str, str], dtype: str = "float32") -> bytes:
+    """Bytes of {k: x[k]}, each [C, T, H, W], stored as `dtype` (float32, bfloat16 or float16).
+
+    Only float32 gives back the same latents bit for bit. Raises CorruptLatents where a latent isn't finite, or isn't in
+    that dtype.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for k, latents in sorted(trajectory.items()):
+        stored = latents.detach().to("cpu", DTYPES[dtype]).contiguous()
+        if not bool(torch.isfinite(stored).all()):
+            raise CorruptLatents(f"x[{k}] is not finite as {dtype}", hint="store float32, or look at the generation")
+        tensors[f"x_{k:05d}"] = stored
+    # One key: the library writes several in an order that changes from run to run.
+    header = {"format": FORMAT, "metadata": dict(metadata), "sha256": _digest(tensors, metadata)}
+    return save(tensors, {"chorus": json.dumps(header, sort_keys=True)})
+
+
+def unpack(data: bytes) -> tuple[dict[int, torch.Tensor], dict[str, str]]:
+    """({k: x[k] float32}, metadata) of what `pack` made. Raises CorruptLatents for anything else."""
+    try:
+        tensors = load(data)
+        header = _header(data)
+        metadata = dict(header["metadata"])
+        digest = header["sha256"]
+        if header["format"] != FORMAT:
+            raise CorruptLatents(f"latents of format {header['format']!r}, not {FORMAT!r}")
+        steps = {int(_NAME.fullmatch(name)[1]): name for name in tensors}  # type: ignore[index]
+    except CorruptLatents:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CorruptLatents(f"the stored latents can't be read: {error}", hint="evict the entry") from error
+    if _digest(tensors, metadata) != digest:
+        raise CorruptLatents("the stored latents are not those that were written", hint="evict the entry")
+    return {k: tensors[name].to(torch.float32) for k, name in sorted(steps.items())}, metadata
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["chorus"])
+    if not isinstance(header, dict):
+        raise ValueError("no header")
+    return header
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """sha256 over names, shapes, dtypes, bytes and metadata."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # As bytes: numpy has no bfloat16.
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

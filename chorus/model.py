@@ -1,0 +1,38 @@
+"""What the engine needs of a model: everything that is not the denoising itself."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from .config import GenerationSettings
+
+
+class VideoModel(Protocol):
+    """A text-to-video model: a Wan transformer of diffusers with its text encoder and latent codec."""
+
+    name: str
+    fingerprint: str
+    """sha256, hex: changes with any byte of any weight, text encoder included."""
+    transformer: Any
+    """diffusers' WanTransformer3DModel, in evaluation mode, on its device."""
+
+    def check(self, settings: GenerationSettings) -> None:
+        """Raise UnsupportedSettings where the model can't make such a video."""
+
+    def latent_shape(self, settings: GenerationSettings) -> tuple[int, int, int, int]:
+        """[C, T, H, W] of the latents."""
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, uncut, with the special ones."""
+
+    @property
+    def text_slots(self) -> int:
+        """Text positions that the transformer attends to; longer texts are cut."""
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Text features [1, slots, D] on the transformer's device and in its dtype."""
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels [F, H, W, 3] in 0..1, float32, of latents [C, T, H, W]."""

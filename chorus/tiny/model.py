@@ -1,0 +1,84 @@
+"""The built-in model: a small WanTransformer3DModel, a linear codec and two layers of MiniLM. Runs on any CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import wan
+from ..config import GenerationSettings
+from ..errors import UnsupportedSettings, WeightsError
+from ..fingerprint import CHECKSUMS, combine, verify
+from . import text
+from .codec import CHANNELS, PATCH, LinearCodec
+
+WEIGHTS = Path(__file__).parent / "weights"
+REPAIR = "reinstall the package: pip install --force-reinstall --no-deps chorus-batch"
+
+
+class TinyModel:
+    """The built-in model on one device, in float32. See `chorus.model.VideoModel` for what each method promises."""
+
+    def __init__(self, folder: Path = WEIGHTS, device: str = "cpu") -> None:
+        """Verifies every weight file, then loads. Raises WeightsError."""
+        verify(folder, _listed(folder), REPAIR)
+        card = json.loads((folder / "model.json").read_text("utf-8"))
+        self.name: str = card["name"]
+        self.fingerprint = fingerprint(folder)
+        self._sizes = [tuple(size) for size in card["sizes"]]
+        self._frames = list(card["frames"])
+        self._device = device
+        self.transformer: Any = wan.load_transformer(folder / "transformer", device)
+        self._codec = LinearCodec(folder / "codec.safetensors", device)
+        self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
+
+    def check(self, settings: GenerationSettings) -> None:
+        """Raise UnsupportedSettings for a size or length that the model wasn't trained for."""
+        if (settings.width, settings.height) not in self._sizes:
+            known = ", ".join(f"{w}x{h}" for w, h in self._sizes)
+            raise UnsupportedSettings(
+                f"{self.name} makes no videos of {settings.width}x{settings.height}", hint=f"it makes {known}"
+            )
+        if settings.frames not in self._frames:
+            known = ", ".join(map(str, self._frames))
+            raise UnsupportedSettings(
+                f"{self.name} makes no videos of {settings.frames} frames", hint=f"it makes {known}"
+            )
+
+    def latent_shape(self, settings: GenerationSettings) -> tuple[int, int, int, int]:
+        """[C, T, H, W] of the latents."""
+        return CHANNELS, (settings.frames - 1) // 4 + 1, settings.height // PATCH, settings.width // PATCH
+
+    @property
+    def text_slots(self) -> int:
+        """Text positions that the transformer attends to."""
+        return self._text.slots
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, uncut, with [CLS] and [SEP]."""
+        return self._text.count_tokens(text)
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Text features [1, slots, 384]."""
+        return self._text.encode(text)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels [F, H, W, 3] in 0..1 of latents [C, T, H, W]."""
+        video = self._codec.decode(latents.to(self._device, torch.float32))
+        return ((video.clamp(-1, 1) + 1) / 2).permute(1, 2, 3, 0)
+
+
+def fingerprint(folder: Path = WEIGHTS) -> str:
+    """sha256 over names and checksums of the weight files and of the text encoder's: what the model card must say."""
+    return combine(_listed(folder) | {f"minilm/{name}": value for name, value in text.CHECKSUMS.items()})
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    try:
+        listed = json.loads((folder / CHECKSUMS).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"the list of weight files in {folder} can't be read: {error}", hint=REPAIR) from error
+    return {str(name): str(checksum) for name, checksum in listed.items()}

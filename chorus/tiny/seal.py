@@ -1,0 +1,24 @@
+"""Seal the built-in model's weights: `python -m chorus_batch.chorus.tiny.seal [FOLDER]`, after they changed on purpose.
+
+Writes the list of checksums that loading verifies against, and prints the fingerprint that the model card must name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ..fingerprint import CHECKSUMS, file_checksums
+from .model import WEIGHTS, fingerprint
+
+
+def seal(folder: Path = WEIGHTS) -> str:
+    """Write the folder's list of checksums; returns the fingerprint."""
+    listed = json.dumps(file_checksums(folder), indent=2, sort_keys=True)
+    (folder / CHECKSUMS).write_text(listed + "\n", "utf-8")
+    return fingerprint(folder)
+
+
+if __name__ == "__main__":
+    print(seal(*map(Path, sys.argv[1:2])))

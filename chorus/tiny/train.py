@@ -1,0 +1,235 @@
+"""Train the built-in model: `python -m chorus_batch.chorus.tiny.train --help`.
+
+Resumable: a run started again with the same `--out` goes on where its last checkpoint was. Several processes (start
+with `torchrun`) share each batch. Judge a run by its checker scores and contact sheets, never by the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from .checkpoint import load_checkpoint, load_transformer, save_checkpoint, save_transformer
+from .dataset import draw_batch
+from .evaluate import Generator, Sampling, draw_questions, load_codec
+from .features import BatchEncoder
+from .flow import draw_sigmas, predict
+from .muon import Muon
+from .processes import Processes
+from .world import Curriculum
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run. The batch is shared by all processes; `steps` counts from the run's first start."""
+
+    out: str
+    initial: str  # a diffusers transformer folder or another run's folder
+    codec: str
+    decoder: str = ""  # the detail decoder, for contact sheets and scores
+    canvas: int = 64
+    batch: int = 24
+    steps: int = 100_000
+    shift: float = 3.0
+    muon_lr: float = 0.01
+    adam_lr: float = 1e-3
+    warmup: int = 50
+    decay: int = 500  # the last steps, over which both rates fall to a tenth
+    average: float = 0.996
+    object_weight: float = 2.0
+    textured: float = 0.5
+    patterned: float = 0.3
+    neighbour: float = 0.2
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+    compile: bool = False
+    save_seconds: float = 300.0
+    log_every: int = 25
+    evaluate_every: int = 0  # 0: never
+    evaluate_count: int = 48
+    evaluate_steps: int = 20
+    evaluate_guidance: float = 2.5
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """How often the harder parts of the world are drawn."""
+        return Curriculum(textured=self.textured, patterned=self.patterned, neighbour=self.neighbour)
+
+
+Run = TypeVar("Run", bound=Training)
+
+
+class Trainer:
+    """The state of a run, its steps and its records."""
+
+    def __init__(self, training: Training, processes: Processes) -> None:
+        """Loads everything and goes on from the checkpoint in `out`, if there is one."""
+        self.training, self.processes = training, processes
+        decoder = Path(training.decoder) if training.decoder else None
+        self.codec = load_codec(Path(training.codec), decoder, training.device)
+        self.text = BatchEncoder(training.device)
+        self.average = load_transformer(Path(training.initial), training.device)
+        self.model = copy.deepcopy(self.average).train().requires_grad_(True)
+        self.matrices, self.others = split_parameters(self.model)
+        self.muon = Muon(self.matrices, lr=training.muon_lr)
+        self.adam = torch.optim.AdamW(self.others, lr=training.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+        self.step = 0
+        self.forward: Any = torch.compile(self.model) if training.compile else self.model
+        self.resume()
+
+    def resume(self) -> None:
+        """Takes up the saved state: weights, average, optimizers, step."""
+        state = load_checkpoint(Path(self.training.out))
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.step = int(state["step"])
+
+    def save(self) -> None:
+        """Leaves the state and the averaged weights in `out`."""
+        if self.processes.rank == 0:
+            state = {
+                "model": self.model.state_dict(),
+                "average": self.average.state_dict(),
+                "muon": self.muon.state_dict(),
+                "adam": self.adam.state_dict(),
+                "step": self.step,
+                "training": asdict(self.training),
+            }
+            save_checkpoint(Path(self.training.out), state)
+            save_transformer(self.average, Path(self.training.out))
+
+    def run(self) -> None:
+        """Trains up to `steps`, with logs, checkpoints and evaluations on the way."""
+        training = self.training
+        saved = logged = time.monotonic()
+        losses: list[float] = []
+        while self.step < training.steps:
+            losses.append(self.train_step())
+            if self.step % training.log_every == 0:
+                now = time.monotonic()
+                self.log(loss=sum(losses) / len(losses), rate=len(losses) * training.batch / (now - logged))
+                losses, logged = [], now
+            if training.evaluate_every and self.step % training.evaluate_every == 0:
+                self.evaluate()
+                logged = time.monotonic()
+            if time.monotonic() - saved > training.save_seconds:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+
+    def train_step(self) -> float:
+        """One batch over all processes; returns this process's loss."""
+        training, processes = self.training, self.processes
+        loss = self.backward(training.batch // processes.count, (training.seed, processes.rank, self.step))
+        processes.average_gradients(self.model.parameters())
+        self.update()
+        return loss
+
+    def backward(self, size: int, seed: tuple[int, ...]) -> float:
+        """Gradients of the flow-matching loss on `size` fresh videos; returns the loss."""
+        training = self.training
+        batch = draw_batch(
+            self.codec, size, training.canvas, seed, curriculum=training.curriculum, device=training.device
+        )
+        generator = torch.Generator().manual_seed(hash((*seed, 1)) % 2**62)
+        sigma = draw_sigmas(size, training.shift, generator).to(training.device)
+        noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
+        blend = sigma[:, None, None, None, None]
+        noisy = (1 - blend) * batch.latents + blend * noise
+        v = predict(self.forward, noisy, sigma, self.text.encode_all(batch.captions))
+        weight = 1 + (training.object_weight - 1) * batch.cover
+        loss = ((v - (noise - batch.latents)).square() * weight).mean() / weight.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """One step of both optimizers and of the average."""
+        rate = learning_rate_factor(self.step, self.training)
+        for optimizer, lr in ((self.muon, self.training.muon_lr), (self.adam, self.training.adam_lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        # A young average must not remember where it started.
+        keep = min(self.training.average, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            for mean, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(new, 1 - keep)
+
+    def evaluate(self) -> None:
+        """Logs the averaged weights' checker scores and leaves a contact sheet."""
+        training, processes = self.training, self.processes
+        share = training.evaluate_count // processes.count
+        sheet = Path(training.out) / f"sheet-{self.step:06d}.png" if processes.rank == 0 else None
+        seed = 1000 + processes.rank
+        sampling = Sampling(training.canvas, training.evaluate_steps, training.evaluate_guidance, training.shift, seed)
+        questions = draw_questions("world", share, seed, training.curriculum)
+        generator = Generator(self.average, self.codec, self.text)
+        scores = generator.evaluate(questions, sampling, sheet).shares()
+        self.log(**{f"score_{k}": processes.mean(v) for k, v in scores.items()})
+
+    def log(self, **values: float) -> None:
+        """One JSON line in `log.jsonl`."""
+        if self.processes.rank == 0:
+            path = Path(self.training.out) / "log.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                line = {"step": self.step, "time": round(time.time(), 1)} | {k: round(v, 5) for k, v in values.items()}
+                file.write(json.dumps(line) + "\n")
+
+
+def split_parameters(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Muon's share (the blocks' matrices) and AdamW's (embeddings, norms, biases, modulation, the last layer)."""
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        inside = name.startswith("blocks.") and parameter.ndim == 2
+        (matrices if inside else others).append(parameter)
+    return matrices, others
+
+
+def learning_rate_factor(step: int, training: Training) -> float:
+    """A linear rise, a plateau and a linear fall at the very end."""
+    rise = min(1.0, (step + 1) / training.warmup)
+    fall = max(0.1, min(1.0, (training.steps - step) / max(training.decay, 1)))
+    return rise * fall
+
+
+def parse(kind: type[Run], description: str, arguments: list[str] | None = None) -> Run:
+    """One option for each field of the dataclass `kind`."""
+    parser = argparse.ArgumentParser(description=description)
+    types = {"int": int, "float": float}
+    for field in fields(kind):
+        name = "--" + field.name.replace("_", "-")
+        if field.type == "bool":
+            parser.add_argument(name, action="store_true")
+        elif field.default is MISSING:
+            parser.add_argument(name, type=types.get(str(field.type), str), required=True)
+        else:
+            parser.add_argument(name, type=types.get(str(field.type), str), default=field.default)
+    return kind(**vars(parser.parse_args(arguments)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    training = parse(Training, "Train the built-in model; goes on from --out's checkpoint if any.", arguments)
+    torch.set_num_threads(training.threads)
+    with Processes.join() as processes:
+        Trainer(training, processes).run()
+
+
+if __name__ == "__main__":
+    main()

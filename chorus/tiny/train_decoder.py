@@ -1,0 +1,135 @@
+"""Train the detail decoder on true videos: `python -m chorus_batch.chorus.tiny.train_decoder --help`.
+
+The linear encoder is fixed, so the transformer's latents stay what they are, and both can be trained at once. Some
+latents get noise, as a guard against the small errors of generated ones. Resumable like `train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .codec import LinearCodec
+from .decoder import DetailDecoder, SharpCodec
+from .render import place, render
+from .world import draw_scenes
+
+RATE = 2e-3
+MOST_NOISE = 0.08
+
+
+def draw_videos(count: int, canvas: int, seed: tuple[int, ...], frames: int = 9) -> torch.Tensor:
+    """[count, 3, frames, canvas, canvas] in -1..1."""
+    rng = np.random.default_rng(seed)
+    scenes, placement = place(draw_scenes(count, rng), rng, canvas, frames)
+    return render(scenes, placement, canvas)
+
+
+@torch.no_grad()
+def measure_psnr(codec: SharpCodec, count: int, canvas: int, seed: int) -> float:
+    """Decibels over `count` videos, pixels clipped to their range (peak to peak 2)."""
+    videos = draw_videos(count, canvas, (seed, 1))
+    error = float((codec.decode(codec.encode(videos)).clamp(-1, 1) - videos).square().mean())
+    return 10 * math.log10(4 / error)
+
+
+@dataclass(frozen=True)
+class DecoderTraining:
+    """One run."""
+
+    out: Path
+    codec: Path
+    steps: int = 6000
+    batch: int = 8
+    canvas: int = 64
+    seed: int = 7
+    save_seconds: float = 120.0
+
+
+def train_decoder(training: DecoderTraining) -> DetailDecoder:
+    """Trains up to `steps`, going on from a checkpoint in `out`; leaves `decoder.safetensors` (float16) there."""
+    decoder, step = DetailDecoder(), 0
+    codec = SharpCodec(LinearCodec(training.codec, "cpu"), decoder)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    if state := load_checkpoint(training.out):
+        decoder.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = int(state["step"])
+    saved, losses = time.monotonic(), []
+    while step < training.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step, training.steps)
+        losses.append(_train_step(codec, decoder, optimizer, training, step))
+        step += 1
+        if step % 250 == 0 or step == training.steps:
+            psnr = measure_psnr(codec, 24, training.canvas, training.seed + 1)
+            _log(training.out, step, sum(losses) / len(losses), psnr)
+            losses = []
+        if time.monotonic() - saved > training.save_seconds or step == training.steps:
+            state = {"model": decoder.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            save_checkpoint(training.out, state)
+            halves = {k: v.half().contiguous() for k, v in decoder.state_dict().items()}
+            save_file(halves, training.out / "decoder.safetensors")
+            saved = time.monotonic()
+    return decoder
+
+
+def _rate(step: int, steps: int) -> float:
+    """A short rise, then half a cosine."""
+    return RATE * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * step / steps)))
+
+
+def _train_step(
+    codec: SharpCodec,
+    decoder: DetailDecoder,
+    optimizer: torch.optim.Optimizer,
+    training: DecoderTraining,
+    step: int,
+) -> float:
+    videos = draw_videos(training.batch, training.canvas, (training.seed, 0, step))
+    latents = codec.encode(videos)
+    generator = torch.Generator().manual_seed(training.seed * 1_000_003 + step)
+    # Half of the videos stay clean.
+    amount = (torch.rand(training.batch, 1, 1, 1, 1, generator=generator) * 2 - 1).clamp(0, 1) * MOST_NOISE
+    noisy = latents + amount * torch.randn(latents.shape, generator=generator)
+    loss = (codec.decode(noisy) - videos).square().mean()
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(decoder.parameters(), 0.5)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _log(out: Path, step: int, loss: float, psnr: float) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    line = {"step": step, "time": round(time.time(), 1), "loss": round(loss, 6), "psnr": round(psnr, 2)}
+    with (out / "log.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Train the detail decoder; goes on from --out's checkpoint if any.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors of the linear codec")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--canvas", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    options = vars(parser.parse_args(arguments))
+    torch.set_num_threads(options.pop("threads"))
+    train_decoder(DecoderTraining(**options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What each generation records: counted, not estimated (engine design, section 8)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The record of one generation.
+
+    cache_result     'miss' or 'hit'
+    entry, m         the source entry and its match score; None on a miss
+    k1, k2           the steps really used: [0, k1) skipped, [k1, k2) by region (none yet, so k2 = k1), the rest in full
+    forward_passes   calls of the transformer, both guidance branches
+    tokens_*         tokens that went through the transformer's blocks, over all passes; total = without any reuse
+    flops_*          floating point operations of the transformer, counted from shapes; total = without any reuse
+    prompt_tokens    tokens of the prompt, before cutting it to the model's text slots
+    seconds          per phase: encode, denoise, and what the caller adds (decode, mux, upload ...)
+    step_seconds     per computed step
+    peak_memory      bytes: of the device where it can tell, else of the process
+    backend          device, dtype, attention, threads and library versions
+    """
+
+    cache_result: str
+    entry: int | str | None
+    m: float | None
+    k1: int
+    k2: int
+    steps_total: int
+    steps_computed: int
+    steps_skipped: int
+    forward_passes: int
+    tokens_computed: int
+    tokens_total: int
+    flops_computed: int
+    flops_total: int
+    prompt_tokens: int
+    prompt_truncated: bool
+    seconds: Mapping[str, float]
+    step_seconds: tuple[float, ...]
+    peak_memory: int
+    backend: Mapping[str, str | int] = field(default_factory=dict)
+
+    def timed(self, **seconds: float) -> Trace:
+        """The same trace with further phases timed, e.g. `trace.timed(decode=0.01, mux=0.02)`."""
+        return dataclasses.replace(self, seconds={**self.seconds, **seconds})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, ready for JSON."""
+        record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return record | {
+            "seconds": dict(self.seconds),
+            "step_seconds": list(self.step_seconds),
+            "backend": dict(self.backend),
+        }

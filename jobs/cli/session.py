@@ -1,0 +1,106 @@
+"""What commands share: settings, the database, and how output is shaped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import date, datetime
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
+
+import click
+
+from chorus_batch.jobs.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+SCHEMA_VERSION = 1  # of everything that --json prints; raised when a field changes its meaning or goes
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+
+class Session:
+    """The settings with live servers behind them, and the database at this program's schema."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.asked = settings  # as given, before servers were started
+
+    @classmethod
+    def of(cls, ctx: click.Context) -> Session:
+        """The session of a command's context."""
+        given = ctx.obj["data_dir"]
+        logging.basicConfig(
+            level=logging.INFO if ctx.obj["verbose"] else logging.ERROR,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        return cls(load_settings(data_dir=Path(given) if given else None))
+
+    @cached_property
+    def settings(self) -> Settings:
+        """With addresses; in the local profile this starts the servers that aren't up."""
+        from chorus_batch.jobs.local import ensure
+
+        return ensure(self.asked)
+
+    @cached_property
+    def database(self) -> Engine:
+        """An engine on an upgraded schema."""
+        from chorus_batch.jobs.database import connect, ensure_schema
+
+        engine = connect(self.settings.database_url)
+        ensure_schema(engine)
+        return engine
+
+
+def output_options(command: _C) -> _C:
+    """--json and -q, as every command that prints data has them."""
+    command = click.option("-q", "--quiet", is_flag=True, help="Print ids only.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def print_json(value: Any) -> None:
+    """One object on one line, with the schema's version."""
+    fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, default=plain))
+
+
+def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Rows as a table; `columns` maps a row's key to the title."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in columns.values():
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row[key]) for key in columns))
+    Console().print(table)
+
+
+def plain(value: Any) -> Any:
+    """What JSON lacks, as text."""
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bytes | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, UUID | Path):
+        return str(value)
+    return float(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
+    return str(value)

@@ -1,0 +1,57 @@
+"""worker: run and list workers."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from chorus_batch.jobs.cli.session import Session, output_options, print_json, print_table
+
+
+@click.group()
+def worker() -> None:
+    """Run workers."""
+
+
+@worker.command()
+@click.option("--device", help="auto, cpu, cuda or cuda:N; one worker for each device.")
+@click.option("--name", default="worker", show_default=True, help="What the worker is called in the logs.")
+@click.pass_context
+def start(ctx: click.Context, device: str | None, name: str) -> None:
+    """Run a worker in the foreground until it is told to stop. SIGTERM ends it at the next denoising step."""
+    from dataclasses import replace
+
+    from chorus_batch.jobs.companion import worker_command, worker_environment
+
+    session = Session.of(ctx)
+    session.database.dispose()
+    settings = replace(session.settings, device=device) if device else session.settings
+    command = worker_command(settings, name=name, log_level="info" if ctx.obj["verbose"] else "warning")
+    # Replaced, not spawned: signals then reach Celery itself.
+    os.execve(command[0], command, worker_environment(settings))
+
+
+@worker.command("list")
+@output_options
+@click.pass_context
+def list_(ctx: click.Context, as_json: bool, quiet: bool) -> None:
+    """The workers that are alive, and what they run."""
+    from chorus_batch.jobs import leases
+    from chorus_batch.jobs.database import transaction
+
+    session = Session.of(ctx)
+    with transaction(session.database) as connection:
+        rows = leases.workers(connection, session.settings.lease)
+    if as_json:
+        for row in rows:
+            print_json(row)
+    elif quiet:
+        for row in rows:
+            click.echo(row["id"])
+    else:
+        titles = {"id": "WORKER", "host": "HOST", "pid": "PID", "device": "DEVICE", "started_at": "STARTED"}
+        print_table(rows, {**titles, "heartbeat_at": "HEARTBEAT", "running": "RUNNING", "finished": "FINISHED"})
+
+
+COMMANDS = {"worker": worker}

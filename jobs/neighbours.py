@@ -1,0 +1,84 @@
+"""The look-up: which cached entry of a job's domain is most like its prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import Connection, text
+
+from chorus_batch.jobs.models import Reuse
+from chorus_batch.jobs.claims import Claim
+from chorus_batch.jobs.storage import StoredObject
+
+COUNT_SECONDS = 60.0  # how long a count of a domain's entries is trusted; it only picks the search method
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """An entry and how similar its prompt is (cosine of the embeddings)."""
+
+    entry_id: int
+    job_id: int
+    similarity: float
+    steps: Sequence[int]
+    object: StoredObject
+
+
+# The uncast column has no vector index: the domain's rows are found by B-tree and compared exactly. The cast one
+# matches the approximate index of its space (cache.register_space).
+_QUERY = """
+    SELECT e.id, e.job_id, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> q.embedding{cast}) AS m
+    FROM cache_entries e,
+        (SELECT embedding FROM embeddings WHERE space_id = :space AND prompt_key = :prompt_key) q
+    WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL
+        AND (:same_prompt OR e.prompt_key <> :prompt_key) AND NOT (e.prompt_key = :prompt_key AND e.seed = :seed)
+    ORDER BY e.embedding{cast} <=> q.embedding{cast}
+    LIMIT 1
+"""
+
+
+@dataclass
+class NeighbourSearch:
+    """Nearest entry inside a domain: exact up to `exact_rows` entries, through the space's HNSW index above."""
+
+    exact_rows: int
+    _counts: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def nearest(self, connection: Connection, claim: Claim, min_similarity: float) -> Neighbour | None:
+        """The most similar live entry with similarity >= `min_similarity`, or None.
+
+        The same prompt with another seed is no neighbour (engine.md section 3), unless the row asks for it.
+        """
+        space = claim.domain.space_id
+        cast = ""
+        if self._entries(connection, claim.domain.id) > self.exact_rows:
+            dimension = connection.execute(
+                text("SELECT dimension FROM embedding_spaces WHERE id = :space"), {"space": space}
+            ).scalar_one()
+            cast = f"::vector({int(dimension)})"
+            # The domain filter is selective: without iteration a filtered HNSW scan comes back empty.
+            connection.execute(text("SET LOCAL hnsw.iterative_scan = strict_order"))
+            connection.execute(text("SET LOCAL hnsw.ef_search = 100"))
+        # The space is written out: a partial index is only matched by a constant.
+        query = _QUERY.format(cast=cast, space=int(space))
+        values = {
+            "space": space,
+            "domain": claim.domain.id,
+            "prompt_key": claim.prompt_key,
+            "seed": claim.seed,
+            "same_prompt": claim.reuse is Reuse.force,
+        }
+        row = connection.execute(text(query.replace("::", r"\:\:")), values).one_or_none()
+        if row is None or row.m < min_similarity:
+            return None
+        return Neighbour(row.id, row.job_id, row.m, tuple(row.steps), StoredObject(row.object_key, row.size, row.sha256))
+
+    def _entries(self, connection: Connection, domain_id: int) -> int:
+        counted_at, count = self._counts.get(domain_id, (-COUNT_SECONDS, 0))
+        if time.monotonic() - counted_at > COUNT_SECONDS:
+            query = "SELECT count(*) FROM cache_entries WHERE domain_id = :domain AND evicted_at IS NULL"
+            count = connection.execute(text(query), {"domain": domain_id}).scalar_one()
+            self._counts[domain_id] = (time.monotonic(), count)
+        return count

@@ -1,0 +1,251 @@
+"""The queue: claim, finish, fail, release. Every write after the claim is fenced by the claim's attempt number.
+
+A Celery message only wakes a worker; which job is whose is decided here, in Postgres.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from sqlalchemy import Connection, Row, text
+
+from chorus_batch.jobs.errors import ClaimLost
+from chorus_batch.jobs.models import CacheMode, Outcome, Reuse, Role
+from chorus_batch.jobs.claims import Claim, DomainRecord, EntryRecord, GenerationRecord
+from chorus_batch.jobs.storage import StoredObject
+
+# A job that becomes claimable again goes back to `ready`, unless its batch was paused meanwhile.
+READY_AGAIN = """(CASE (SELECT b.state FROM batches b WHERE b.id = queue.batch_id)
+    WHEN 'paused' THEN 'paused' ELSE 'ready' END)::queue_state"""
+
+# Two candidates, each found by one index: the best job whose source this worker holds in memory, and the best job of
+# all. Within one priority the held one wins. `batch_id + 0` keeps the planner from walking the whole queue in order in
+# search of a held source's follower when there is none: it has to come from the sources' index.
+CLAIM = text(
+    """
+    WITH held AS MATERIALIZED (
+        SELECT job_id, priority FROM queue
+        WHERE state = 'ready' AND source_job_id = ANY(:held) AND (not_before IS NULL OR not_before <= now())
+        ORDER BY priority DESC, batch_id + 0, position LIMIT 1 FOR UPDATE SKIP LOCKED
+    ), head AS MATERIALIZED (
+        SELECT job_id, priority FROM queue
+        WHERE state = 'ready' AND (not_before IS NULL OR not_before <= now())
+        ORDER BY priority DESC, batch_id, position LIMIT 1 FOR UPDATE SKIP LOCKED
+    ), chosen AS (
+        SELECT job_id FROM (SELECT *, 1 AS near FROM held UNION ALL SELECT *, 0 FROM head) candidates
+        ORDER BY priority DESC, near DESC LIMIT 1
+    ), claimed AS (
+        UPDATE queue SET state = 'running', worker_id = :worker, attempt = attempt + 1, not_before = NULL
+        FROM chosen WHERE queue.job_id = chosen.job_id
+        RETURNING queue.job_id, queue.attempt, queue.failures
+    ), recorded AS (
+        INSERT INTO attempts (job_id, attempt, worker_id) SELECT job_id, attempt, :worker FROM claimed
+    )
+    SELECT c.attempt, c.failures, j.id AS job_id, j.batch_id, j.prompt, j.prompt_key, j.seed, j.fps, j.reuse::text,
+        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text,
+        d.id, d.key, d.space_id, d.model, d.fingerprint, d.dtype, d.width, d.height, d.frames, d.steps,
+        d.guidance_scale, d.shift, d.scheduler, d.negative_prompt
+    FROM claimed c JOIN jobs j ON j.id = c.job_id JOIN domains d ON d.id = j.domain_id
+        JOIN batches b ON b.id = j.batch_id
+    """
+)
+
+
+def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> Claim | None:
+    """Take the best ready job, or None if there is none. `held`: source jobs whose latents this worker has in memory."""
+    row = connection.execute(CLAIM, {"worker": worker_id, "held": list(held)}).one_or_none()
+    if row is None:
+        return None
+    return Claim(
+        job_id=row.job_id,
+        attempt=row.attempt,
+        worker_id=worker_id,
+        batch_id=row.batch_id,
+        prompt=row.prompt,
+        prompt_key=bytes(row.prompt_key),
+        seed=row.seed,
+        fps=row.fps,
+        reuse=Reuse(row.reuse),
+        cache=CacheMode(row.cache),
+        role=Role(row.role),
+        source_job_id=row.source_job_id,
+        source_entry_id=row.source_entry_id,
+        similarity=row.similarity,
+        failures=row.failures,
+        domain=DomainRecord(**{f.name: getattr(row, f.name) for f in fields(DomainRecord)}),
+    )
+
+
+def ready_exists(connection: Connection) -> bool:
+    """Whether any job could be claimed now."""
+    query = "SELECT EXISTS (SELECT FROM queue WHERE state = 'ready' AND (not_before IS NULL OR not_before <= now()))"
+    return bool(connection.execute(text(query)).scalar())
+
+
+def finish(
+    connection: Connection, claim: Claim, generation: GenerationRecord, entry: EntryRecord | None = None
+) -> int:
+    """Publish a result: trace, cache entry and outcome become visible together. Returns how many jobs it freed.
+
+    Raises ClaimLost if the claim was taken back; nothing is written then. Calling it again after a commit whose answer
+    was lost is harmless.
+    """
+    if not _take_out(connection, claim):
+        if _already_finished(connection, claim):
+            return 0
+        raise ClaimLost(f"job {claim.job_id}: attempt {claim.attempt} is not this worker's any more")
+    _end_attempt(connection, claim, "done")
+    _insert_generation(connection, claim, generation)
+    if entry is not None:
+        _insert_entry(connection, claim, entry)
+    _end_job(connection, claim.job_id, Outcome.done)
+    return _free_dependants(connection, claim.job_id)
+
+
+def fail(
+    connection: Connection, claim: Claim, code: str, message: str, *, retry: bool, max_failures: int, delay: float = 1.0
+) -> bool:
+    """Record an error. Back to the queue after a delay that doubles (seconds) if `retry` and tries are left.
+
+    Returns whether the job will be tried again. Its followers are freed when it won't.
+    """
+    again = retry and claim.failures + 1 < max_failures
+    if again:
+        update = f"""
+            UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL, failures = failures + 1,
+                not_before = now() + make_interval(secs => :delay)
+            WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker
+        """
+        seconds = delay * 2**claim.failures
+        changed = connection.execute(text(update), {**_fence(claim), "delay": seconds}).rowcount == 1
+    else:
+        changed = _take_out(connection, claim)
+    if not changed:
+        raise ClaimLost(f"job {claim.job_id}: attempt {claim.attempt} is not this worker's any more")
+    _end_attempt(connection, claim, "failed", code, message)
+    if not again:
+        _end_job(connection, claim.job_id, Outcome.failed, code, message)
+        _free_dependants(connection, claim.job_id)
+    return again
+
+
+def release(connection: Connection, claim: Claim) -> None:
+    """Give a job back unfinished (the worker was told to stop). Costs none of its tries."""
+    update = f"""
+        UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL
+        WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker
+    """
+    if connection.execute(text(update), _fence(claim)).rowcount == 1:
+        _end_attempt(connection, claim, "released")
+
+
+def give_up(connection: Connection, job_id: int, outcome: Outcome, code: str | None, message: str | None) -> None:
+    """End a job that nobody runs: quarantined by the reaper, cancelled by a person."""
+    connection.execute(text("DELETE FROM queue WHERE job_id = :job"), {"job": job_id})
+    _end_job(connection, job_id, outcome, code, message)
+    _free_dependants(connection, job_id)
+
+
+def _fence(claim: Claim) -> dict[str, Any]:
+    return {"job": claim.job_id, "attempt": claim.attempt, "worker": claim.worker_id}
+
+
+def _take_out(connection: Connection, claim: Claim) -> bool:
+    delete = "DELETE FROM queue WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker"
+    return connection.execute(text(delete), _fence(claim)).rowcount == 1
+
+
+def _already_finished(connection: Connection, claim: Claim) -> bool:
+    query = "SELECT EXISTS (SELECT FROM generations WHERE job_id = :job AND attempt = :attempt)"
+    return bool(connection.execute(text(query), _fence(claim)).scalar())
+
+
+def _end_attempt(
+    connection: Connection, claim: Claim, result: str, code: str | None = None, message: str | None = None
+) -> None:
+    update = """
+        UPDATE attempts SET result = CAST(:result AS attempt_result), ended_at = clock_timestamp(),
+            error_code = :code, error_message = :message
+        WHERE job_id = :job AND attempt = :attempt AND result IS NULL
+    """
+    connection.execute(text(update), {**_fence(claim), "result": result, "code": code, "message": message})
+
+
+def _end_job(
+    connection: Connection, job_id: int, outcome: Outcome, code: str | None = None, message: str | None = None
+) -> None:
+    update = """
+        UPDATE jobs SET outcome = CAST(:outcome AS outcome), finished_at = clock_timestamp(),
+            error_code = :code, error_message = :message
+        WHERE id = :job
+    """
+    connection.execute(text(update), {"job": job_id, "outcome": outcome.value, "code": code, "message": message})
+
+
+def _free_dependants(connection: Connection, job_id: int) -> int:
+    update = f"UPDATE queue SET state = {READY_AGAIN} WHERE source_job_id = :job AND state = 'waiting'"
+    return connection.execute(text(update), {"job": job_id}).rowcount
+
+
+def _insert_generation(connection: Connection, claim: Claim, record: GenerationRecord) -> None:
+    values = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in ("video", "latents")}
+    values |= {name: json.dumps(_plain(values[name])) for name in ("seconds", "backend", "notes")}
+    values |= {"cache_result": record.cache_result.value, "job_id": claim.job_id, "attempt": claim.attempt}
+    values |= _object_columns("video", record.video) | _object_columns("latents", record.latents)
+    casts = {"cache_result": "cache_result", "seconds": "jsonb", "backend": "jsonb", "notes": "jsonb"}
+    placeholders = [f"CAST(:{n} AS {casts[n]})" if n in casts else f":{n}" for n in values]
+    insert = f"INSERT INTO generations ({', '.join(values)}) VALUES ({', '.join(placeholders)})"
+    connection.execute(text(insert), values)
+
+
+def _insert_entry(connection: Connection, claim: Claim, entry: EntryRecord) -> None:
+    # The same request finished elsewhere first: one entry is enough, the newer object is left to the sweeper.
+    insert = """
+        INSERT INTO cache_entries
+            (domain_id, space_id, job_id, prompt, prompt_key, seed, embedding, steps, object_key, sha256, size)
+        SELECT :domain, :space, :job, :prompt, :prompt_key, :seed, e.embedding, :steps, :key, :sha256, :size
+        FROM embeddings e WHERE e.space_id = :space AND e.prompt_key = :prompt_key
+        ON CONFLICT (domain_id, prompt_key, seed) WHERE evicted_at IS NULL DO NOTHING
+    """
+    values = {
+        "domain": claim.domain.id,
+        "space": claim.domain.space_id,
+        "job": claim.job_id,
+        "prompt": claim.prompt,
+        "prompt_key": claim.prompt_key,
+        "seed": claim.seed,
+        "steps": list(entry.steps),
+        "key": entry.object.key,
+        "sha256": entry.object.sha256,
+        "size": entry.object.size,
+    }
+    connection.execute(text(insert), values)
+
+
+def _object_columns(kind: str, stored: StoredObject) -> dict[str, Any]:
+    return {f"{kind}_key": stored.key, f"{kind}_sha256": stored.sha256, f"{kind}_bytes": stored.size}
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if hasattr(value, "items") else list(value)
+
+
+def finished_request(connection: Connection, claim: Claim) -> Row[Any] | None:
+    """The generation of the same request (domain, prompt, seed, frame rate) finished before, or None."""
+    query = """
+        SELECT j.id AS job_id, g.* FROM jobs j JOIN generations g ON g.job_id = j.id
+        WHERE j.domain_id = :domain AND j.prompt_key = :prompt_key AND j.seed = :seed AND j.fps = :fps
+            AND j.outcome = 'done' AND j.id <> :job
+        ORDER BY j.finished_at LIMIT 1
+    """
+    values = {
+        "domain": claim.domain.id,
+        "prompt_key": claim.prompt_key,
+        "seed": claim.seed,
+        "fps": claim.fps,
+        "job": claim.job_id,
+    }
+    return connection.execute(text(query), values).one_or_none()

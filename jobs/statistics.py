@@ -1,0 +1,236 @@
+"""What can be read: progress of a batch, its jobs, one job's history, sums over the statistics views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, text
+
+from chorus_batch.jobs.errors import NotFound, UsageError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One batch at one instant. The counts sum to `total`."""
+
+    batch_id: int
+    name: str
+    state: str  # running, paused, cancelled or finished
+    total: int
+    queued: int
+    running: int
+    done: int
+    failed: int
+    quarantined: int
+    cancelled: int
+    hits: int
+    exact_hits: int
+    steps_total: int
+    steps_skipped: int
+    seconds_compute: float  # of workers, over finished jobs
+    elapsed: float  # seconds from submit to the last finish, or to now
+    workers: int  # that run its jobs now
+
+    @property
+    def finished(self) -> int:
+        """Jobs in a terminal state."""
+        return self.done + self.failed + self.quarantined + self.cancelled
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.finished == self.total
+
+
+_PROGRESS = """
+    SELECT b.id AS batch_id, b.name, b.state::text AS wanted, b.total,
+        c.queued, c.running, c.done, c.failed, c.quarantined, c.cancelled,
+        g.hits, g.exact_hits, g.steps_total, g.steps_skipped, g.seconds_compute, w.workers,
+        extract(epoch FROM coalesce(CASE WHEN c.queued + c.running = 0 THEN c.last END, clock_timestamp()) - b.created_at)
+            AS elapsed
+    FROM batches b
+    CROSS JOIN LATERAL (
+        SELECT count(*) FILTER (WHERE j.outcome IS NULL AND q.state IS DISTINCT FROM 'running') AS queued,
+            count(*) FILTER (WHERE j.outcome IS NULL AND q.state = 'running') AS running,
+            count(*) FILTER (WHERE j.outcome = 'done') AS done,
+            count(*) FILTER (WHERE j.outcome = 'failed') AS failed,
+            count(*) FILTER (WHERE j.outcome = 'quarantined') AS quarantined,
+            count(*) FILTER (WHERE j.outcome = 'cancelled') AS cancelled,
+            max(j.finished_at) AS last
+        FROM jobs j LEFT JOIN queue q ON q.job_id = j.id WHERE j.batch_id = b.id
+    ) c
+    CROSS JOIN LATERAL (
+        SELECT count(*) FILTER (WHERE g.cache_result <> 'miss') AS hits,
+            count(*) FILTER (WHERE g.cache_result = 'exact') AS exact_hits,
+            coalesce(sum(g.steps_total), 0) AS steps_total,
+            coalesce(sum(g.steps_total - g.steps_computed), 0) AS steps_skipped,
+            coalesce(sum(g.seconds_total), 0) AS seconds_compute
+        FROM jobs j JOIN generations g ON g.job_id = j.id WHERE j.batch_id = b.id
+    ) g
+    CROSS JOIN LATERAL (
+        SELECT count(DISTINCT worker_id) AS workers FROM queue WHERE batch_id = b.id AND state = 'running'
+    ) w
+"""
+
+
+def progress(connection: Connection, batch_id: int) -> Progress:
+    """Counts, hits and times of one batch, all of one instant."""
+    row = connection.execute(text(_PROGRESS + " WHERE b.id = :id"), {"id": batch_id}).one()
+    return _as_progress(row)
+
+
+def batches(connection: Connection, limit: int = 50) -> list[Progress]:
+    """The newest batches first."""
+    rows = connection.execute(text(_PROGRESS + " ORDER BY b.id DESC LIMIT :limit"), {"limit": limit})
+    return [_as_progress(row) for row in rows]
+
+
+def _as_progress(row: Any) -> Progress:
+    values = dict(row._mapping)
+    wanted = values.pop("wanted")
+    over = values["queued"] + values["running"] == 0
+    values["state"] = wanted if wanted == "cancelled" else "finished" if over else "paused" if wanted == "paused" else "running"
+    values["elapsed"] = float(values["elapsed"])
+    for name in ("steps_total", "steps_skipped"):
+        values[name] = int(values[name])
+    return Progress(**values)
+
+
+def find_batch(connection: Connection, name: str) -> int:
+    """A batch's id from its id or name. Raises NotFound."""
+    query = text("SELECT id FROM batches WHERE name = :name OR id = :id ORDER BY (name = :name) DESC LIMIT 1")
+    found = connection.execute(query, {"name": name, "id": int(name) if _is_id(name) else -1}).scalar()
+    if found is None:
+        raise NotFound(f"there is no batch {name!r}", hint="`chorus-batch list` shows the batches")
+    return int(found)
+
+
+def find_job(connection: Connection, name: str) -> int:
+    """A job's id from its id, or from BATCH/ROW-ID. Raises NotFound."""
+    batch, _, external = name.rpartition("/")
+    if batch:
+        query = "SELECT id FROM jobs WHERE batch_id = :batch AND external_id = :external"
+        values = {"batch": find_batch(connection, batch), "external": external}
+        found = connection.execute(text(query), values).scalar()
+    else:
+        job_id = int(name) if _is_id(name) else -1
+        found = connection.execute(text("SELECT id FROM jobs WHERE id = :id"), {"id": job_id}).scalar()
+    if found is None:
+        raise NotFound(f"there is no job {name!r}", hint="use a job's number or BATCH/ID; see `chorus-batch jobs BATCH`")
+    return int(found)
+
+
+def _is_id(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 19
+
+
+def jobs(
+    connection: Connection, batch_id: int, *, state: str | None = None, code: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The jobs of a batch in row order, streamed."""
+    query = """
+        SELECT j.id AS job, j.external_id AS id, j.row, j.line, j.prompt, j.seed, s.state, j.role::text,
+            g.cache_result::text, g.similarity, g.entry_id, e.job_id AS source, g.origin_job_id,
+            g.steps_total, g.steps_computed, j.error_code, j.error_message, j.extra, j.output_name, j.copy,
+            g.video_key, g.video_sha256, g.video_bytes, g.latents_key, g.latents_sha256, g.latents_bytes
+        FROM jobs j JOIN job_states s ON s.job_id = j.id
+            LEFT JOIN generations g ON g.job_id = j.id LEFT JOIN cache_entries e ON e.id = g.entry_id
+        WHERE j.batch_id = :batch AND (CAST(:state AS text) IS NULL OR s.state = :state)
+            AND (CAST(:code AS text) IS NULL OR j.error_code = :code)
+        ORDER BY j.row, j.copy
+    """
+    rows = connection.execution_options(yield_per=1000).execute(
+        text(query), {"batch": batch_id, "state": state, "code": code}
+    )
+    for row in rows:
+        yield dict(row._mapping)
+
+
+def job(connection: Connection, job_id: int) -> dict[str, Any]:
+    """One job whole: what was asked, the plan's part, attempts, trace, and where its latents came from."""
+    query = """
+        SELECT j.*, b.name AS batch, s.state, to_jsonb(d) - 'id' - 'space_id' AS domain, to_jsonb(g) AS generation,
+            to_jsonb(e) - 'embedding' - 'prompt_key' AS entry
+        FROM jobs j JOIN batches b ON b.id = j.batch_id JOIN domains d ON d.id = j.domain_id
+            JOIN job_states s ON s.job_id = j.id
+            LEFT JOIN generations g ON g.job_id = j.id LEFT JOIN cache_entries e ON e.id = g.entry_id
+        WHERE j.id = :id
+    """
+    row = dict(connection.execute(text(query), {"id": job_id}).one()._mapping)
+    row["prompt_key"] = bytes(row["prompt_key"]).hex()
+    attempts = "SELECT *, attempt FROM attempts WHERE job_id = :id ORDER BY attempt"
+    row["attempts"] = [dict(a._mapping) for a in connection.execute(text(attempts), {"id": job_id})]
+    return row
+
+
+def totals(connection: Connection, batch_id: int | None = None) -> dict[str, Any]:
+    """Sums over the view `cache_hits_by_batch`: of one batch, or of all."""
+    query = """
+        SELECT count(*) AS batches, coalesce(sum(jobs), 0)::bigint AS jobs, coalesce(sum(finished), 0)::bigint AS finished,
+            coalesce(sum(hits), 0)::bigint AS hits, coalesce(sum(semantic_hits), 0)::bigint AS semantic_hits,
+            coalesce(sum(exact_hits), 0)::bigint AS exact_hits, coalesce(sum(misses), 0)::bigint AS misses,
+            sum(hits)::double precision / nullif(sum(finished), 0) AS hit_rate,
+            coalesce(sum(steps_total), 0)::bigint AS steps_total,
+            coalesce(sum(steps_skipped), 0)::bigint AS steps_skipped,
+            sum(steps_skipped)::double precision / nullif(sum(steps_total), 0) AS steps_skipped_share,
+            coalesce(sum(seconds), 0) AS seconds
+        FROM cache_hits_by_batch WHERE CAST(:batch AS bigint) IS NULL OR batch_id = :batch
+    """
+    return dict(connection.execute(text(query), {"batch": batch_id}).one()._mapping)
+
+
+def seconds_by_phase(connection: Connection, batch_id: int | None = None) -> dict[str, float]:
+    """Seconds that workers spent in each phase, over finished jobs."""
+    query = """
+        SELECT phase, sum(spent::double precision) AS spent
+        FROM generations g JOIN jobs j ON j.id = g.job_id, jsonb_each_text(g.seconds) AS phases(phase, spent)
+        WHERE CAST(:batch AS bigint) IS NULL OR j.batch_id = :batch
+        GROUP BY phase ORDER BY spent DESC
+    """
+    return {row.phase: row.spent for row in connection.execute(text(query), {"batch": batch_id})}
+
+
+def cache_totals(connection: Connection) -> dict[str, Any]:
+    """Size and use of the cache."""
+    query = """
+        SELECT count(*) FILTER (WHERE evicted_at IS NULL) AS entries,
+            count(*) FILTER (WHERE evicted_at IS NOT NULL) AS evicted,
+            coalesce(sum(bytes) FILTER (WHERE evicted_at IS NULL), 0)::bigint AS bytes,
+            coalesce(sum(hits), 0)::bigint AS hits, coalesce(sum(steps_skipped), 0)::bigint AS steps_skipped,
+            count(*) FILTER (WHERE hits = 0 AND evicted_at IS NULL) AS never_used
+        FROM savings_by_entry
+    """
+    return dict(connection.execute(text(query)).one()._mapping)
+
+
+def entries(connection: Connection, limit: int = 50) -> list[dict[str, Any]]:
+    """The live entries that saved most."""
+    query = "SELECT * FROM savings_by_entry WHERE evicted_at IS NULL ORDER BY steps_skipped DESC, entry_id LIMIT :limit"
+    return [dict(row._mapping) for row in connection.execute(text(query), {"limit": limit})]
+
+
+def read_only_query(connection: Connection, query: str, timeout: float = 60.0) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Run a person's own SQL with the rights of `chorus_reader`, in a read-only transaction: (columns, rows).
+
+    Raises UsageError with Postgres' message (and its position) for a query that fails or writes.
+    """
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.execute("SET TRANSACTION READ ONLY")
+    driver.execute(f"SET LOCAL statement_timeout = {int(timeout * 1000)}")
+    if driver.execute("SELECT pg_has_role('chorus_reader', 'MEMBER') FROM pg_roles WHERE rolname = 'chorus_reader'").fetchone():
+        driver.execute("SET LOCAL ROLE chorus_reader")
+    try:
+        # Prepared: the extended protocol takes one statement, so none can follow that leaves the role.
+        cursor = driver.execute(query, prepare=True)
+    except psycopg.Error as error:
+        position = error.diag.statement_position
+        where = f" (at character {position})" if position else ""
+        message = error.diag.message_primary or str(error)
+        raise UsageError(f"{message}{where}", code="sql", hint=error.diag.message_hint or "") from error
+    if cursor.description is None:
+        raise UsageError("the statement returns no rows", code="sql", hint="only queries can be run here")
+    return [column.name for column in cursor.description], cursor.fetchall()

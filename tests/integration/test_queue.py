@@ -1,0 +1,327 @@
+"""The queue's promises, against a real Postgres."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from chorus_batch.jobs import control, leases, queue, statistics
+from chorus_batch.jobs.claims import Claim
+from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.errors import ClaimLost, Conflict
+from chorus_batch.jobs.models import CacheResult
+from sqlalchemy import Engine, text
+
+from .conftest import Part, Writer, left, made
+
+
+def claim(database: Engine, worker: str, held: tuple[int, ...] = ()) -> Claim | None:
+    with transaction(database) as connection:
+        return queue.claim(connection, worker, held)
+
+
+def finish(database: Engine, taken: Claim, **changes: object) -> int:
+    with transaction(database) as connection:
+        return queue.finish(connection, taken, made(taken, **changes), left(taken))
+
+
+def test_claims_in_order_of_priority_then_batch_then_position(writer: Writer, database: Engine) -> None:
+    first = writer.batch([Part(), Part(), Part(priority=5)], "first")
+    second = writer.batch([Part(priority=9), Part()], "second")
+    worker = writer.worker("w")
+    order = [taken.job_id for _ in range(5) if (taken := claim(database, worker))]
+    assert order == [second[0], first[2], first[0], first[1], second[1]]
+    assert claim(database, worker) is None
+
+
+def test_followers_wait_and_are_freed_by_their_source(writer: Writer, database: Engine) -> None:
+    source, follower, other = writer.batch([Part(), Part(source=0), Part()])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == source
+    assert writer.state(follower) == "waiting"
+    assert finish(database, taken) == 1
+    assert writer.state(follower) == "ready"
+    # The follower comes first in the plan's order, and is preferred for its source in memory.
+    next_one = claim(database, worker, held=(source,))
+    assert next_one is not None and next_one.job_id == follower
+    assert writer.state(other) == "ready"
+
+
+def test_a_held_source_wins_within_a_priority_and_only_there(writer: Writer, database: Engine) -> None:
+    source, early, follower, urgent = writer.batch([Part(), Part(), Part(source=0), Part(priority=1)])
+    worker = writer.worker("w")
+    first = claim(database, worker)
+    assert first is not None and first.job_id == urgent
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == source
+    finish(database, taken)
+    near = claim(database, worker, held=(source,))
+    assert near is not None and near.job_id == follower  # though `early` stands before it
+    assert writer.state(early) == "ready"
+
+
+def test_a_failed_source_frees_its_followers(writer: Writer, database: Engine) -> None:
+    _, follower = writer.batch([Part(), Part(source=0)])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    with transaction(database) as connection:
+        again = queue.fail(connection, taken, "not_finite", "NaN", retry=False, max_failures=3)
+    assert not again
+    assert writer.state(taken.job_id) == "failed"
+    assert writer.state(follower) == "ready"
+
+
+def test_a_passing_error_is_tried_again_later_and_not_for_ever(writer: Writer, database: Engine) -> None:
+    (job,) = writer.batch([Part()])
+    worker = writer.worker("w")
+    for tries in range(3):
+        taken = claim(database, worker)
+        assert taken is not None and taken.attempt == tries + 1 and taken.failures == tries
+        with transaction(database) as connection:
+            again = queue.fail(connection, taken, "internal", "boom", retry=True, max_failures=3, delay=3600)
+        assert again == (tries < 2)
+        assert claim(database, worker) is None  # not before its delay is over
+        with transaction(database) as connection:
+            connection.execute(text("UPDATE queue SET not_before = NULL"))
+    assert writer.state(job) == "failed"
+
+
+def test_a_released_job_costs_no_try(writer: Writer, database: Engine) -> None:
+    writer.batch([Part()])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    with transaction(database) as connection:
+        queue.release(connection, taken)
+    again = claim(database, worker)
+    assert again is not None and (again.attempt, again.failures) == (2, 0)
+
+
+def test_silence_beyond_the_lease_voids_claims_and_the_zombie_is_refused(writer: Writer, database: Engine) -> None:
+    (job,) = writer.batch([Part()])
+    zombie, heir = writer.worker("zombie"), writer.worker("heir")
+    old = claim(database, zombie)
+    assert old is not None
+    writer.silence(zombie, 31)
+    with transaction(database) as connection:
+        assert leases.reap(connection, lease=30, max_deaths=3) == leases.Reaped(1, 0)
+    new = claim(database, heir)
+    assert new is not None and (new.job_id, new.attempt) == (job, 2)
+    with pytest.raises(ClaimLost):
+        finish(database, old)
+    with transaction(database) as connection:
+        assert leases.heartbeat(connection, zombie) is None
+        assert leases.heartbeat(connection, heir) == {(job, 2)}
+    finish(database, new)
+    with pytest.raises(ClaimLost):
+        finish(database, old)
+    with transaction(database) as connection:
+        assert connection.execute(text("SELECT attempt FROM generations")).scalar_one() == 2
+
+
+def test_a_living_worker_keeps_an_old_job(writer: Writer, database: Engine) -> None:
+    """Age alone is no sign of death: a long generation is not run twice."""
+    writer.batch([Part()])
+    worker = writer.worker("w")
+    claim(database, worker)
+    with transaction(database) as connection:
+        connection.execute(text("UPDATE attempts SET started_at = now() - interval '5 hours'"))
+        leases.heartbeat(connection, worker)
+        assert leases.reap(connection, lease=30, max_deaths=3) == leases.Reaped(0, 0)
+
+
+def test_a_successor_in_the_same_slot_proves_the_predecessor_dead(writer: Writer, database: Engine) -> None:
+    writer.batch([Part()])
+    claim(database, writer.worker("old", slot="host:1:cpu"))
+    writer.worker("new", slot="host:1:cpu")
+    with transaction(database) as connection:
+        assert leases.reap(connection, lease=3600, max_deaths=3) == leases.Reaped(1, 0)
+
+
+def test_a_job_that_kills_workers_is_quarantined_and_frees_its_followers(writer: Writer, database: Engine) -> None:
+    poison, follower = writer.batch([Part(), Part(source=0)])
+    for death in range(3):
+        worker = writer.worker(f"w{death}")
+        taken = claim(database, worker)
+        assert taken is not None and taken.job_id == poison
+        writer.silence(worker, 31)
+        with transaction(database) as connection:
+            leases.reap(connection, lease=30, max_deaths=3)
+    assert writer.state(poison) == "quarantined"
+    assert writer.state(follower) == "ready"
+
+
+def test_finishing_twice_is_harmless(writer: Writer, database: Engine) -> None:
+    """The commit's answer may be lost: the second call finds its own work done."""
+    writer.batch([Part()])
+    taken = claim(database, writer.worker("w"))
+    assert taken is not None
+    finish(database, taken)
+    assert finish(database, taken) == 0
+
+
+def test_the_same_request_leaves_one_live_entry(writer: Writer, database: Engine) -> None:
+    writer.batch([Part(prompt="same"), Part(prompt="same")])
+    worker = writer.worker("w")
+    for _ in range(2):
+        taken = claim(database, worker)
+        assert taken is not None
+        finish(database, taken)
+    with transaction(database) as connection:
+        assert connection.execute(text("SELECT count(*) FROM cache_entries")).scalar_one() == 1
+
+
+def test_racing_workers_never_share_a_job(writer: Writer, database: Engine) -> None:
+    jobs = writer.batch([Part() for _ in range(40)])
+    taken: list[int] = []
+
+    def run(worker: str) -> None:
+        while (got := claim(database, worker)) is not None:
+            taken.append(got.job_id)
+
+    threads = [threading.Thread(target=run, args=(writer.worker(f"w{n}"),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == sorted(jobs)
+
+
+def test_cancel_ends_everything_and_running_claims_are_void(writer: Writer, database: Engine) -> None:
+    jobs = writer.batch([Part(), Part(source=0), Part()])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    assert control.cancel(database, taken.batch_id) == 3
+    assert {writer.state(job) for job in jobs} == {"cancelled"}
+    with transaction(database) as connection:
+        assert leases.heartbeat(connection, worker) == set()
+    with pytest.raises(ClaimLost):
+        finish(database, taken)
+    with pytest.raises(Conflict):
+        control.resume(database, taken.batch_id)
+
+
+def test_a_paused_batch_stays_parked_whatever_ends(writer: Writer, database: Engine) -> None:
+    source, follower, other = writer.batch([Part(), Part(source=0), Part()])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    assert control.pause(database, taken.batch_id) == 1
+    finish(database, taken)
+    assert claim(database, worker) is None
+    assert (writer.state(follower), writer.state(other)) == ("paused", "paused")
+    assert control.resume(database, taken.batch_id) == 2
+    assert claim(database, worker) is not None
+
+
+def test_retry_puts_failed_jobs_back_with_their_attempts_counted_on(writer: Writer, database: Engine) -> None:
+    (job,) = writer.batch([Part()])
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    with transaction(database) as connection:
+        queue.fail(connection, taken, "out_of_memory", "", retry=False, max_failures=1)
+    assert control.retry(database, taken.batch_id, code="another") == 0
+    assert control.retry(database, taken.batch_id, code="out_of_memory") == 1
+    again = claim(database, worker)
+    assert again is not None and (again.job_id, again.attempt) == (job, 2)
+
+
+def test_counts_sum_to_the_total_at_every_moment(writer: Writer, database: Engine) -> None:
+    writer.batch([Part(), Part(source=0), Part(), Part()])
+    worker = writer.worker("w")
+
+    def check() -> statistics.Progress:
+        with transaction(database) as connection:
+            p = statistics.progress(connection, 1)
+        assert p.queued + p.running + p.done + p.failed + p.quarantined + p.cancelled == p.total == 4
+        return p
+
+    assert check().queued == 4
+    first = claim(database, worker)
+    assert first is not None
+    assert check().running == 1
+    finish(database, first)
+    second = claim(database, worker)
+    assert second is not None
+    with transaction(database) as connection:
+        queue.fail(connection, second, "internal", "", retry=False, max_failures=1)
+    progress = check()
+    assert (progress.done, progress.failed, progress.state) == (1, 1, "running")
+    while (taken := claim(database, worker)) is not None:
+        finish(database, taken)
+    progress = check()
+    assert progress.is_over and progress.state == "finished"
+
+
+def test_a_claim_reads_a_few_pages_however_many_jobs_wait(writer: Writer, database: Engine) -> None:
+    """The plan of the claim: index scans with a limit, never a scan or sort of the queue."""
+    writer.batch([Part() for _ in range(3)])
+    worker = writer.worker("w")
+    with transaction(database) as connection:
+        connection.execute(text("SET LOCAL session_replication_role = replica"))  # no foreign keys for the filler
+        connection.execute(
+            text(
+                "INSERT INTO queue (job_id, batch_id, source_job_id, priority, position, state)"
+                " SELECT 1000 + n, 1, n % 1000, 0, n, 'ready' FROM generate_series(1, 50000) n"
+            )
+        )
+    with database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("VACUUM ANALYZE queue"))
+        explained = connection.execute(
+            text(f"EXPLAIN {queue.CLAIM.text}"), {"worker": worker, "held": [7, 8]}
+        ).scalars()
+        plan = "\n".join(explained)
+    assert "Seq Scan on queue" not in plan
+    assert "ix_queue_ready" in plan
+    assert "ix_queue_source" in plan
+
+
+def test_views_agree_with_what_was_recorded(writer: Writer, database: Engine) -> None:
+    jobs = writer.batch([Part(), Part(source=0), Part(source=0, role="duplicate")])
+    worker = writer.worker("w")
+    miss = claim(database, worker)
+    assert miss is not None
+    finish(database, miss)
+    with transaction(database) as connection:
+        entry = connection.execute(text("SELECT id FROM cache_entries")).scalar_one()
+    follower = claim(database, worker)
+    assert follower is not None
+    finish(
+        database, follower, cache_result=CacheResult.semantic, entry_id=entry, similarity=0.9, k1=8, k2=8, steps_computed=12
+    )
+    duplicate = claim(database, worker)
+    assert duplicate is not None
+    finish(database, duplicate, cache_result=CacheResult.exact, origin_job_id=jobs[0], steps_computed=0)
+    with transaction(database) as connection:
+        by_batch = connection.execute(text("SELECT * FROM cache_hits_by_batch")).mappings().one()
+        by_day = connection.execute(text("SELECT * FROM cache_hits_by_day")).mappings().one()
+        block = connection.execute(text("SELECT * FROM hit_rate_per_100")).mappings().one()
+        savings = connection.execute(text("SELECT * FROM savings_by_entry ORDER BY entry_id")).mappings().first()
+        totals = statistics.totals(connection)
+    for view in (by_batch, by_day):
+        assert (view["finished"], view["hits"], view["semantic_hits"], view["exact_hits"], view["misses"]) == (3, 2, 1, 1, 1)
+        assert (view["steps_total"], view["steps_skipped"]) == (60, 28)
+        assert view["hit_rate"] == pytest.approx(2 / 3)
+        assert view["steps_skipped_share"] == pytest.approx(28 / 60)
+        assert view["seconds"] == pytest.approx(4.5)
+    assert (block["block"], block["jobs"], block["hits"]) == (0, 3, 2)
+    assert savings is not None and (savings["hits"], savings["steps_skipped"]) == (1, 8)
+    assert (totals["hits"], totals["steps_skipped"], totals["seconds"]) == (2, 28, pytest.approx(4.5))
+
+
+def test_wrong_states_are_refused_by_the_schema(writer: Writer, database: Engine) -> None:
+    (job,) = writer.batch([Part()])
+    for statement in (
+        "UPDATE jobs SET outcome = 'done'",  # no finished_at
+        "UPDATE jobs SET outcome = 'failed', finished_at = now()",  # no error code
+        "UPDATE jobs SET role = 'follower'",  # of nothing
+        "UPDATE queue SET state = 'running'",  # by nobody
+        "UPDATE queue SET state = 'waiting'",  # for nothing
+        f"UPDATE jobs SET source_job_id = {job}, role = 'duplicate'",  # of itself
+    ):
+        with pytest.raises(Exception, match="violates check constraint"), database.begin() as connection:
+            connection.execute(text(statement))

@@ -1,0 +1,24 @@
+"""FLOPs from shapes are those that torch's own counter sees."""
+
+from typing import Any
+
+import pytest
+import torch
+from chorus_batch.chorus.cost import forward_flops, tokens_of
+from chorus_batch.chorus.engine import Engine
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@pytest.mark.parametrize(("shape", "slots"), [((16, 3, 16, 16), 16), ((16, 1, 4, 8), 5)])
+def test_flops_equal_torchs_counter(random_transformer: Any, shape: tuple[int, ...], slots: int) -> None:
+    x, text = torch.randn(1, *shape), torch.randn(1, slots, 32)
+    # The counter knows the CPU's fused attention not at all, but the matrix products of the plain one.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        random_transformer(x, torch.tensor([500.0]), text)
+    config = random_transformer.config
+    assert forward_flops(config, tokens_of(config, shape), slots) == counter.get_total_flops()
+
+
+def test_the_builtin_model_has_192_tokens(engine: Engine) -> None:
+    assert tokens_of(engine.model.transformer.config, (16, 3, 16, 16)) == 192

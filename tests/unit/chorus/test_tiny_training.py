@@ -1,0 +1,198 @@
+"""Training of the built-in model, on a transformer small enough for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from chorus_batch.chorus.tiny.checkpoint import load_transformer
+from chorus_batch.chorus.tiny.codec import LinearCodec
+from chorus_batch.chorus.tiny.decoder import DetailDecoder, SharpCodec
+from chorus_batch.chorus.tiny.distill import Distillation, Distiller
+from chorus_batch.chorus.tiny.evaluate import draw_questions, interval
+from chorus_batch.chorus.tiny.features import BatchEncoder
+from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
+from chorus_batch.chorus.tiny.muon import Muon, orthogonalized
+from chorus_batch.chorus.tiny.processes import Processes
+from chorus_batch.chorus.tiny.train import Trainer, Training, parse, split_parameters
+from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
+from chorus_batch.chorus.tiny.world import is_held_out
+
+WEIGHTS = Path(__file__).parents[3] / "chorus" / "tiny" / "weights"
+Run = TypeVar("Run", bound=Training)
+
+
+@pytest.fixture(scope="module")
+def codec() -> SharpCodec:
+    """The shipped linear codec."""
+    return SharpCodec(LinearCodec(WEIGHTS / "codec.safetensors", "cpu"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    config = json.loads((WEIGHTS / "transformer" / "config.json").read_text("utf-8"))
+    config |= {"num_layers": 1, "num_attention_heads": 1, "ffn_dim": 32}
+    folder = tmp_path_factory.mktemp("small")
+    WanTransformer3DModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _training(kind: type[Run], small: Path, out: Path, **changes: Any) -> Run:
+    options: dict[str, Any] = {"out": str(out), "initial": str(small), "codec": str(WEIGHTS / "codec.safetensors")}
+    return kind(**options | {"batch": 2, "steps": 4} | changes)
+
+
+def test_a_resumed_run_equals_an_unbroken_one(small: Path, tmp_path: Path) -> None:
+    Trainer(_training(Training, small, tmp_path / "whole", decay=0), Processes()).run()
+    for steps in (2, 4):
+        Trainer(_training(Training, small, tmp_path / "parts", decay=0, steps=steps), Processes()).run()
+    whole, parts = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 4
+    for part in ("model", "average"):
+        assert all(torch.equal(whole[part][k], parts[part][k]) for k in whole[part])
+
+
+def test_a_run_leaves_weights_that_load_and_a_log(small: Path, tmp_path: Path) -> None:
+    training = _training(Training, small, tmp_path, log_every=2, evaluate_every=4, evaluate_count=2, evaluate_steps=1)
+    Trainer(training, Processes()).run()
+    before, after = load_transformer(small), load_transformer(tmp_path)
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 4]
+    assert 0 <= lines[-1]["score_all"] <= 1
+    assert (tmp_path / "sheet-000004.png").exists()
+
+
+def test_the_options_are_the_fields(small: Path) -> None:
+    words = ["--out", "o", "--initial", str(small), "--codec", "c", "--student-steps", "2", "--compile"]
+    parsed = parse(Distillation, "", words)
+    assert (parsed.student_steps, parsed.compile, parsed.shift) == (2, True, 5.0)
+
+
+def test_every_parameter_has_one_optimizer(small: Path) -> None:
+    model = load_transformer(small)
+    matrices, others = split_parameters(model)
+    assert len(matrices) == 10
+    assert {id(p) for p in [*matrices, *others]} == {id(p) for p in model.parameters()}
+
+
+def test_muon_moves_by_orthogonal_steps() -> None:
+    matrices = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalized(matrices, steps=6))
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+
+
+def test_muon_finds_the_minimum() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    goal, optimizer = torch.eye(4), Muon([weight], lr=0.02)
+    for _ in range(80):
+        (weight - goal).square().sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float((weight.detach() - goal).abs().max()) < 0.2
+
+
+class _Towards:
+    """The exact velocity for data that is one point, told by the text; `None` text noise points at zero."""
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        return_dict: bool,
+    ) -> tuple[torch.Tensor]:
+        point = encoder_hidden_states.mean(dim=(1, 2)).view(-1, 1, 1, 1, 1)
+        return ((hidden_states - point) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)
+
+
+def test_the_sampler_reaches_the_data() -> None:
+    text = torch.tensor([1.0, -2.0]).view(2, 1, 1).expand(2, 4, 3)
+    noise = torch.randn(2, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    out = sample(_Towards(), noise, text, torch.zeros(1, 4, 3), steps=5, guidance=1.0)
+    assert torch.allclose(out, torch.tensor([1.0, -2.0]).view(2, 1, 1, 1, 1).expand_as(out), atol=1e-4)
+
+
+def test_guidance_goes_beyond_the_conditional() -> None:
+    x, text, empty = torch.zeros(1, 16, 1, 2, 2), torch.ones(1, 4, 3), torch.zeros(1, 4, 3)
+    v = guided(_Towards(), x, torch.ones(1), text, empty, 3.0)
+    assert torch.allclose(v, torch.full_like(v, -3.0))
+
+
+def test_the_sigmas_are_the_shifted_ones() -> None:
+    expected = torch.tensor([1.0, 15 / 16, 5 / 6, 5 / 8, 0.0])
+    assert torch.allclose(sigma_grid(4, 5.0), expected)
+
+
+def test_the_distilled_step_is_where_the_teacher_arrives(small: Path, tmp_path: Path) -> None:
+    distiller = Distiller(_training(Distillation, small, tmp_path, substeps=3), Processes())
+    distiller.teacher = _Towards()
+    x, text = torch.randn(1, 16, 1, 2, 2), torch.ones(1, 4, 3)
+    distiller.empty = text
+    arrived = distiller.arrive(x, torch.tensor(0.9), torch.tensor(0.3), text)
+    # On the straight way from x at 0.9 to the point 1 at 0.
+    assert torch.allclose(arrived, 1 + (x - 1) * 0.3 / 0.9, atol=1e-5)
+
+
+def test_distillation_brings_the_student_to_the_guided_teacher(small: Path, tmp_path: Path) -> None:
+    options = {"batch": 2, "canvas": 64, "substeps": 1, "guidance": 4.0, "student_steps": 2, "warmup": 1, "decay": 0}
+    distiller = Distiller(_training(Distillation, small, tmp_path, steps=40, **options), Processes())
+    with torch.no_grad():  # a teacher that heeds the text
+        for parameter in distiller.teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    losses = [distiller.train_step() for _ in range(25)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_detail_decoder_starts_as_the_linear_codec(codec: SharpCodec) -> None:
+    videos = draw_videos(2, 64, (0,))
+    latents = codec.encode(videos)
+    assert torch.equal(SharpCodec(codec.linear, DetailDecoder()).decode(latents), codec.decode(latents))
+
+
+def test_the_detail_decoder_is_causal() -> None:
+    decoder = DetailDecoder(width=8, blocks=1)
+    torch.nn.init.normal_(decoder.group.leave.weight)
+    latents = torch.randn(1, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    changed = latents.clone()
+    changed[:, :, 2] += 1
+    before, after = decoder(latents), decoder(changed)
+    assert torch.equal(before[:, :, :5], after[:, :, :5])
+    assert not torch.equal(before[:, :, 5:], after[:, :, 5:])
+
+
+def test_training_the_decoder_sharpens_and_resumes(codec: SharpCodec, tmp_path: Path) -> None:
+    training = DecoderTraining(tmp_path, WEIGHTS / "codec.safetensors", steps=20, batch=4)
+    decoder = train_decoder(training)
+    assert measure_psnr(SharpCodec(codec.linear, decoder), 8, 64, 3) > measure_psnr(codec, 8, 64, 3)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 20
+    assert (tmp_path / "decoder.safetensors").stat().st_size < 2**20
+    again = train_decoder(training)
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), again.parameters(), strict=True))
+
+
+def test_batched_text_features_are_the_single_ones() -> None:
+    encoder = BatchEncoder()
+    texts = ["", "a red ball bounces", "a blue ring", "word " * 60]
+    both = encoder.encode_all(texts)
+    for row, text in enumerate(texts):
+        assert torch.allclose(both[row : row + 1], encoder.encode(text), atol=1e-5)
+
+
+def test_held_out_questions_ask_what_training_never_drew() -> None:
+    assert all(is_held_out(q.scene.colour, q.scene.shape) for q in draw_questions("combinations", 30, 0))
+    assert not any(is_held_out(q.scene.colour, q.scene.shape) for q in draw_questions("world", 30, 0))
+    assert all("backdrop" in q.caption or "in front of it" in q.caption for q in draw_questions("templates", 30, 0))
+
+
+def test_the_interval_is_wilsons() -> None:
+    low, high = interval(0.9, 100)
+    assert (round(low, 3), round(high, 3)) == (0.826, 0.945)

@@ -1,0 +1,108 @@
+"""Prompts are cleaned exactly as diffusers cleans them; keys separate what must not be reused, and nothing more."""
+
+import ast
+import html
+import importlib.util
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import ftfy
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from chorus_batch.jobs.cards import load_card
+from chorus_batch.jobs.parameters import clean_prompt, domain_key, request_key
+
+CARD = load_card("builtin")
+
+
+@pytest.fixture(scope="module")
+def prompt_clean():
+    """`prompt_clean` out of the installed diffusers, without importing diffusers (which imports torch)."""
+    folder = Path(importlib.util.find_spec("diffusers").origin).parent
+    tree = ast.parse((folder / "pipelines/wan/pipeline_wan.py").read_text())
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and "clean" in node.name]
+    scope = {"ftfy": ftfy, "html": html, "re": re, "is_ftfy_available": lambda: True}
+    exec(compile(ast.Module(wanted, []), "pipeline_wan.py", "exec"), scope)
+    return scope["prompt_clean"]
+
+
+# Characters around every border of the fast path, in any order.
+NEAR = st.text(
+    "ab Z09.,;:'\"&<>#x\t\n\r\v\f\x1b\x1c\x7f\x85\xa0\xad\u200b\ufeff\xe9\xc3\xa9\xe2\u20ac\u2122\u201c\u201d\u2018\u2019"
+    "\u2013\u2026\xdf\xff\xf1\u65e5\u672c\u8a9e\u3002\u3001\uff71\ud55c\uae00\ufb01\uff21\u3000e\u0301",
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NEAR | st.text(max_size=40))
+@example("a caf\u00e9 \u2014 \u201cr\u00eaverie\u201d, it\u2019s  dusk")
+@example("&amp;amp;lt;b&amp;gt;")
+@example("â€œquotedâ€\x9d")
+@example("東京の夜、雨。")
+def test_clean_prompt_is_diffusers_prompt_clean(prompt_clean, text):
+    assert clean_prompt(text) == prompt_clean(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["é", "à", "\u2019", "\u201c", "\u201d", "\u2014", "…", "Ã", "Â", "ü", "ß", " ", "a", "Z", "1", ".", "°"]
+        ),
+        max_size=12,
+    )
+)
+def test_clean_prompt_where_mojibake_is_near(prompt_clean, parts):
+    assert clean_prompt("".join(parts)) == prompt_clean("".join(parts))
+
+
+def test_every_parameter_but_the_frame_rate_is_in_the_domain():
+    other = {
+        "width": 128, "height": 128, "frames": 13, "steps": 21, "guidance_scale": 2.75, "shift": 5.0,
+        "scheduler": "unipc", "negative_prompt": "blurry",
+    }  # fmt: skip
+    assert {*other, "model", "fps"} == {field.name for field in fields(CARD.defaults)}
+    key = domain_key(CARD.defaults, CARD, "minilm-v1-384")
+    keys = {domain_key(replace(CARD.defaults, **{name: value}), CARD, "minilm-v1-384") for name, value in other.items()}
+    assert len(keys | {key}) == len(other) + 1
+    assert domain_key(replace(CARD.defaults, fps=24), CARD, "minilm-v1-384") == key
+
+
+def test_the_model_and_the_embedder_are_in_the_domain():
+    key = domain_key(CARD.defaults, CARD, "minilm-v1-384")
+    assert len(key) == 64
+    assert domain_key(CARD.defaults, CARD, "clip-l-768") != key
+    assert domain_key(CARD.defaults, replace(CARD, fingerprint="f" * 64), "minilm-v1-384") != key
+    assert domain_key(CARD.defaults, replace(CARD, dtype="bfloat16"), "minilm-v1-384") != key
+    with pytest.raises(ValueError, match="builtin"):
+        domain_key(replace(CARD.defaults, model="other"), CARD, "minilm-v1-384")
+
+
+def test_keys_dont_depend_on_how_a_number_or_an_accent_is_written():
+    whole, real = replace(CARD.defaults, guidance_scale=5), replace(CARD.defaults, guidance_scale=5.0)
+    assert domain_key(whole, CARD, "e") == domain_key(real, CARD, "e")
+    assert request_key("d", "cafe\u0301", 1, 8) == request_key("d", "caf\u00e9", 1, 8)
+
+
+def test_request_key_separates_domain_prompt_seed_and_frame_rate():
+    requests = [
+        ("d", "a cat", 1, 8),
+        ("e", "a cat", 1, 8),
+        ("d", "a dog", 1, 8),
+        ("d", "a cat", 2, 8),
+        ("d", "a cat", 1, 16),
+    ]
+    assert len({request_key(*request) for request in requests}) == len(requests)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("frames", 10), ("width", 0), ("steps", 0), ("guidance_scale", float("nan")), ("shift", float("inf"))],
+)
+def test_impossible_parameters_are_refused_at_birth(field, value):
+    with pytest.raises(ValueError, match=field):
+        replace(CARD.defaults, **{field: value})

@@ -1,0 +1,98 @@
+"""The heartbeat: renews this process's lease and learns which of its claims were taken back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+
+from sqlalchemy import Engine
+
+from chorus_batch.jobs import leases
+from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.claims import Claim
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat(threading.Thread):
+    """One worker identity and its claims. If the worker was declared dead it re-enters under a new identity."""
+
+    def __init__(self, engine: Engine, *, device: str, interval: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.worker_id = uuid.uuid4().hex
+        self._engine = engine
+        self._device = device
+        self._interval = interval
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._claims: dict[tuple[int, int], float] = {}  # -> when it was made
+        self._lost: set[tuple[int, int]] = set()
+
+    def enter(self) -> None:
+        """Register this process and start beating."""
+        self._register()
+        self.start()
+
+    def leave(self) -> None:
+        """Stop beating and sign off."""
+        self._stopping.set()
+        try:
+            with transaction(self._engine) as connection:
+                leases.leave(connection, self.worker_id)
+        except DependencyDown as error:
+            log.warning("%s", error)
+
+    def holds(self, claim: Claim) -> None:
+        """Note a new claim."""
+        with self._lock:
+            self._claims[claim.job_id, claim.attempt] = time.monotonic()
+
+    def drops(self, claim: Claim) -> None:
+        """Note that a claim is over."""
+        with self._lock:
+            self._claims.pop((claim.job_id, claim.attempt), None)
+            self._lost.discard((claim.job_id, claim.attempt))
+
+    def lost(self, claim: Claim) -> bool:
+        """Whether a claim was taken back or its job cancelled."""
+        return (claim.job_id, claim.attempt) in self._lost
+
+    def run(self) -> None:
+        """Until `leave`."""
+        while not self._stopping.wait(self._interval):
+            try:
+                self._beat()
+            except DependencyDown as error:
+                log.warning("heartbeat: %s", error)
+            except Exception:
+                # A worker without a heartbeat would lose every job that it finishes.
+                log.exception("heartbeat")
+
+    def _beat(self) -> None:
+        asked = time.monotonic()
+        with transaction(self._engine) as connection:
+            valid = leases.heartbeat(connection, self.worker_id)
+        with self._lock:
+            # A claim made after the question was asked is not in its answer.
+            mine = {key for key, made in self._claims.items() if made < asked}
+            self._lost |= mine if valid is None else mine - valid
+        if valid is None:
+            log.error("worker %s was declared dead; entering again", self.worker_id)
+            self.worker_id = uuid.uuid4().hex
+            self._register()
+
+    def _register(self) -> None:
+        with transaction(self._engine) as connection:
+            leases.register(
+                connection,
+                self.worker_id,
+                slot=f"{socket.gethostname()}:{os.getppid()}:{self._device}",
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                device=self._device,
+            )

@@ -1,0 +1,166 @@
+"""Publishes results beside the next job's denoising: mux, upload, verify, commit, in this order.
+
+Objects are stored and verified before the transaction that makes them visible; a worker that dies between the two
+leaves orphans, never a half-visible result.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue as queues
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chorus_batch.jobs import keys, queue
+from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown
+from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
+from chorus_batch.jobs.storage import StoredObject
+from chorus_batch.workers.phases import Phases
+from chorus_batch.workers.runtime import Runtime
+from chorus_batch.workers.video import probe, write_mp4
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 90.0  # seconds that a finished generation is kept while a server is away, before the job is given back
+WAITING = 2  # finished generations that may wait; a slow store then holds back the next one
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A generation that is ready to be published. Latents and entry are safetensors bytes."""
+
+    claim: Claim
+    record: GenerationRecord  # its objects are filled in here
+    phases: Phases
+    frames: npt.NDArray[np.uint8] | None = None  # [F, H, W, 3]; None for an exact hit: its objects exist
+    latents: bytes = b""
+    entry: bytes | None = None
+    entry_steps: tuple[int, ...] = ()
+
+
+class Publisher:
+    """One background thread; results become visible in the order in which they were handed over."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._queue: queues.Queue[Finished] = queues.Queue(WAITING)
+        self._published = 0
+        threading.Thread(target=self._run, name="publisher", daemon=True).start()
+
+    def publish(self, finished: Finished) -> None:
+        """Hand over a result; waits while too many are waiting."""
+        self._queue.put(finished)
+        self._published += 1
+
+    def drain(self) -> bool:
+        """Wait until everything handed over is published. Returns whether there was anything since the last call."""
+        self._queue.join()
+        published, self._published = self._published, 0
+        return published > 0
+
+    def _run(self) -> None:
+        while True:
+            finished = self._queue.get()
+            try:
+                self._publish(finished)
+            except Exception:
+                # The job stays claimed by a worker that lives: without this it would never end.
+                log.exception("job %s: publishing", finished.claim.job_id)
+                self._give_back(finished.claim)
+            finally:
+                assert self._runtime.heartbeat is not None
+                self._runtime.heartbeat.drops(finished.claim)
+                self._queue.task_done()
+
+    def _publish(self, finished: Finished) -> None:
+        claim, until, pause = finished.claim, time.monotonic() + PATIENCE, 0.5
+        while True:
+            try:
+                return self._store_and_commit(finished)
+            except ClaimLost as error:
+                log.warning("%s; its result is dropped", error)
+                return self._sweep(claim)
+            except DependencyDown as error:
+                if time.monotonic() + pause > until:
+                    log.error("job %s: %s; given back", claim.job_id, error)
+                    return self._give_back(claim)
+                log.warning("job %s: %s; trying again in %.1f s", claim.job_id, error, pause)
+                time.sleep(pause)
+                pause = min(2 * pause, 10.0)
+            except ChorusBatchError as error:
+                return self._fail(claim, error)
+
+    def _store_and_commit(self, finished: Finished) -> None:
+        claim, record, phases = finished.claim, finished.record, finished.phases
+        entry: EntryRecord | None = None
+        if finished.frames is not None:
+            video = self._mux(finished)
+            with phases.timed("upload"):
+                put = self._runtime.store.put
+                place = (claim.batch_id, claim.job_id, claim.attempt)
+                record = replace(
+                    record,
+                    video=put(keys.video_key(*place), video, "video/mp4"),
+                    latents=put(keys.latents_key(*place), finished.latents, "application/octet-stream"),
+                )
+                if finished.entry is not None:
+                    key = keys.entry_key(claim.domain.key, claim.job_id, claim.attempt)
+                    stored = put(key, finished.entry, "application/octet-stream")
+                    entry = EntryRecord(stored, finished.entry_steps)
+        record = replace(record, seconds=dict(phases.seconds), seconds_total=phases.total)
+        with transaction(self._runtime.database) as connection:
+            queue.finish(connection, claim, record, entry)
+
+    def _mux(self, finished: Finished) -> bytes:
+        assert finished.frames is not None
+        with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
+            path = Path(folder) / "video.mp4"
+            write_mp4(finished.frames, finished.claim.fps, path)
+            frames, height, width, _ = finished.frames.shape
+            probe(path).expect(frames=frames, width=width, height=height)
+            return path.read_bytes()
+
+    def _fail(self, claim: Claim, error: ChorusBatchError) -> None:
+        log.error("job %s: %s", claim.job_id, error)
+        with transaction(self._runtime.database) as connection:
+            queue.fail(
+                connection, claim, error.code, str(error), retry=True, max_failures=self._runtime.settings.max_failures
+            )
+
+    def _give_back(self, claim: Claim) -> None:
+        try:
+            with transaction(self._runtime.database) as connection:
+                queue.release(connection, claim)
+        except DependencyDown as error:
+            # The lease does it: this worker's heartbeat can't get through either.
+            log.warning("job %s: %s", claim.job_id, error)
+
+    def _sweep(self, claim: Claim) -> None:
+        place = (claim.batch_id, claim.job_id, claim.attempt)
+        orphans = [keys.video_key(*place), keys.latents_key(*place)]
+        orphans.append(keys.entry_key(claim.domain.key, claim.job_id, claim.attempt))
+        try:
+            self._runtime.store.remove(orphans)
+        except ChorusBatchError as error:
+            log.warning("job %s: %s", claim.job_id, error)
+
+
+def no_object() -> StoredObject:
+    """Stands in a record until the object exists."""
+    return StoredObject("", 0, "")
+
+
+def record_objects(row: Any) -> dict[str, StoredObject]:
+    """The objects of a finished generation, from its row."""
+    return {
+        "video": StoredObject(row.video_key, row.video_bytes, row.video_sha256),
+        "latents": StoredObject(row.latents_key, row.latents_bytes, row.latents_sha256),
+    }

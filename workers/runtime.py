@@ -1,0 +1,140 @@
+"""What one worker process holds over its life: connections, its identity, loaded models, latents in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sqlalchemy
+
+from chorus_batch.jobs.cards import load_card
+from chorus_batch.jobs.database import connect
+from chorus_batch.jobs.neighbours import NeighbourSearch
+from chorus_batch.jobs.claims import DomainRecord
+from chorus_batch.jobs.settings import Settings
+from chorus_batch.jobs.storage import ObjectStore
+from chorus_batch.workers.heartbeat import Heartbeat
+
+# torch and the engine are imported inside functions: Celery's parent process imports this module and must stay light.
+if TYPE_CHECKING:
+    import torch
+
+    from chorus_batch.chorus.engine import Engine
+    from chorus_batch.chorus.stages import Boundaries
+
+log = logging.getLogger(__name__)
+
+HELD_BYTES = 512 << 20  # latents of sources kept in memory, so that their followers fetch nothing
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and its table of boundaries."""
+
+    engine: Engine
+    boundaries: Boundaries
+
+
+class HeldSources:
+    """The latents of the sources that this process made or fetched last, by the source's job."""
+
+    def __init__(self, limit: int = HELD_BYTES) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._sources: OrderedDict[int, tuple[str, Mapping[int, torch.Tensor]]] = OrderedDict()
+
+    def ids(self) -> list[int]:
+        """The sources' jobs, for a claim to prefer their followers."""
+        return list(self._sources)
+
+    def add(self, job_id: int, sha256: str, latents: Mapping[int, torch.Tensor]) -> None:
+        """Keep {k: x[k]}; the longest unused ones go when memory is up."""
+        self.drop(job_id)
+        self._sources[job_id] = (sha256, latents)
+        self._bytes += _size(latents)
+        while self._bytes > self._limit and len(self._sources) > 1:
+            self.drop(next(iter(self._sources)))
+
+    def get(self, job_id: int, sha256: str) -> Mapping[int, torch.Tensor] | None:
+        """The latents if they are those of the object with this checksum."""
+        found = self._sources.get(job_id)
+        if found is None or found[0] != sha256:
+            return None
+        self._sources.move_to_end(job_id)
+        return found[1]
+
+    def drop(self, job_id: int) -> None:
+        """Forget a source."""
+        found = self._sources.pop(job_id, None)
+        if found is not None:
+            self._bytes -= _size(found[1])
+
+
+def _size(latents: Mapping[int, torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in latents.values())
+
+
+class Runtime:
+    """One process on one device. Cheap to make: the database is met by `start`, models load when first needed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.stopping = threading.Event()
+        self.database: sqlalchemy.Engine = connect(settings.database_url)
+        self.store = ObjectStore.from_settings(settings)
+        self.search = NeighbourSearch(settings.exact_search_rows)
+        self.held = HeldSources()
+        self.heartbeat: Heartbeat | None = None
+        self._models: dict[str, LoadedModel] = {}
+
+    @property
+    def worker_id(self) -> str:
+        """This process' identity now."""
+        assert self.heartbeat is not None
+        return self.heartbeat.worker_id
+
+    def start(self) -> None:
+        """Enter the list of workers. May be called again."""
+        if self.heartbeat is None:
+            self.store.ensure_bucket()
+            heartbeat = Heartbeat(self.database, device=self._device(), interval=self.settings.heartbeat_interval)
+            heartbeat.enter()
+            self.heartbeat = heartbeat
+
+    def close(self) -> None:
+        """Sign off."""
+        if self.heartbeat is not None:
+            self.heartbeat.leave()
+        self.database.dispose()
+
+    def model(self, domain: DomainRecord) -> LoadedModel:
+        """The model of a domain, loaded once. Raises EngineError if its weights aren't those that were planned with."""
+        from chorus_batch.chorus.engine import Engine
+        from chorus_batch.chorus.errors import WeightsError
+        from chorus_batch.chorus.stages import Boundaries
+
+        if domain.model not in self._models:
+            card = load_card(domain.model)
+            threads = self.settings.threads or len(os.sched_getaffinity(0))
+            engine = Engine.load(domain.model, device=self._device(), threads=threads)
+            boundaries = Boundaries.parse(card.boundaries, card.defaults.shift)
+            self._models[domain.model] = LoadedModel(engine, boundaries)
+        loaded = self._models[domain.model]
+        if loaded.engine.fingerprint != domain.fingerprint:
+            raise WeightsError(
+                f"the weights of {domain.model!r} here are not those that the job was planned with",
+                hint="submit the batch again, or give this worker the same version of the weights",
+            )
+        return loaded
+
+    def _device(self) -> str:
+        if self.settings.device != "auto":
+            return self.settings.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"

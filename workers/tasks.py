@@ -1,0 +1,86 @@
+"""The wake-up: claim and run until nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from chorus_batch.jobs.dispatch import WAKE
+from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.settings import Settings
+from chorus_batch.workers.app import app
+from chorus_batch.workers.phases import Phases
+from chorus_batch.workers.runtime import Runtime
+
+if TYPE_CHECKING:  # it brings torch, which Celery's parent process must not load
+    from chorus_batch.workers.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 30.0  # seconds between tries while a server is away
+
+_runtime: Runtime | None = None
+_pipeline: Pipeline | None = None
+
+
+def enter(settings: Settings) -> None:
+    """Called once in the process that will hold the model."""
+    global _runtime
+    _runtime = Runtime(settings)
+
+
+def leave() -> None:
+    """Called when that process ends in good order."""
+    if _runtime is not None:
+        _runtime.close()
+
+
+@app.task(name=WAKE)
+def wake() -> None:
+    """Claim and run jobs until none is ready or the worker is told to stop."""
+    global _pipeline
+    assert _runtime is not None
+    with _stop_on_sigterm(_runtime):
+        _runtime.start()
+        if _pipeline is None:
+            from chorus_batch.workers.pipeline import Pipeline
+
+            _pipeline = Pipeline(_runtime)
+        work(_runtime, _pipeline)
+
+
+def work(runtime: Runtime, pipeline: Pipeline) -> None:
+    """Claim and run until nothing is ready. A server that is away is waited for; the jobs stay where they are."""
+    pause = 0.5
+    while not runtime.stopping.is_set():
+        phases = Phases()
+        try:
+            claim = pipeline.claim(phases)
+            if claim is not None:
+                pipeline.run(claim, phases)
+            elif not pipeline.drain():
+                # What was being published may have freed followers: only then is the queue really empty.
+                return
+            pause = 0.5
+        except DependencyDown as error:
+            log.warning("%s; trying again in %.1f s", error, pause)
+            runtime.stopping.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+    pipeline.drain()
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm(runtime: Runtime) -> Iterator[None]:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        log.info("told to stop")
+        runtime.stopping.set()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
