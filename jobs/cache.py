@@ -86,9 +86,7 @@ def store_vectors(connection: Connection, space_id: int, prompt_keys: Sequence[b
         cursor.execute("DROP TABLE new_embeddings")
 
 
-def live_entries(
-    connection: Connection, domain_id: int, limit: int
-) -> list[tuple[int, bytes, np.ndarray]]:
+def live_entries(connection: Connection, domain_id: int, limit: int) -> list[tuple[int, bytes, np.ndarray]]:
     """(id, prompt key, vector) of a domain's newest live entries: the planner's free sources."""
     driver = connection.connection.driver_connection
     assert driver is not None
@@ -104,7 +102,9 @@ def live_entries(
 def evict(connection: Connection, entry_id: int, reason: str) -> None:
     """An entry that must not be used again. The row stays: finished jobs name it."""
     connection.execute(
-        text("UPDATE cache_entries SET evicted_at = now(), evicted_reason = :reason WHERE id = :id AND evicted_at IS NULL"),
+        text(
+            "UPDATE cache_entries SET evicted_at = now(), evicted_reason = :reason WHERE id = :id AND evicted_at IS NULL"
+        ),
         {"id": entry_id, "reason": reason},
     )
 

@@ -76,8 +76,11 @@ def worker_if_alone(settings: Settings, engine: Engine) -> Iterator[None]:
         )
     try:
         yield
-    finally:
-        _stop(process, log)
+    except BaseException:
+        # Nobody waits for its work any more; it gives back what it holds and goes by itself.
+        process.terminate()
+        raise
+    _stop(process, log)
 
 
 def _stop(process: subprocess.Popen[bytes], log: Path) -> None:

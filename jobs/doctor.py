@@ -45,7 +45,9 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     folder = next((p for p in (settings.data_dir, *settings.data_dir.parents) if p.exists()), None)
     if folder is not None:
         free = shutil.disk_usage(folder).free
-        yield Finding("disk", free > LEAST_FREE, f"{free / 2**30:.1f} GiB free at {folder}", "make room, or move --data-dir")
+        yield Finding(
+            "disk", free > LEAST_FREE, f"{free / 2**30:.1f} GiB free at {folder}", "make room, or move --data-dir"
+        )
 
 
 def _database(settings: Settings) -> Finding:
@@ -87,7 +89,7 @@ def _embedder(settings: Settings) -> Finding:
 
 
 def _model(settings: Settings) -> Finding:
-    from chorus_batch.jobs.cards import load_card
+    from chorus_batch.jobs.cards.card import load_card
 
     card = load_card(settings.model)
     return Finding("model", True, f"{card.name}, weights {card.fingerprint[:12]}")

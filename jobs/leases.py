@@ -85,7 +85,9 @@ def reap(connection: Connection, *, lease: float, max_deaths: int) -> Reaped:
             give_up(connection, orphan.job_id, Outcome.quarantined, "worker_died", message)
             quarantined += 1
         else:
-            requeue = f"UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL, deaths = deaths + 1 WHERE job_id = :job"
+            requeue = (
+                f"UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL, deaths = deaths + 1 WHERE job_id = :job"
+            )
             connection.execute(text(requeue), {"job": orphan.job_id})
     return Reaped(requeued=len(orphans) - quarantined, quarantined=quarantined)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import Connection, text
 
-from chorus_batch.jobs.models import Reuse
 from chorus_batch.jobs.claims import Claim
+from chorus_batch.jobs.models import Reuse
 from chorus_batch.jobs.storage import StoredObject
 
 COUNT_SECONDS = 60.0  # how long a count of a domain's entries is trusted; it only picks the search method
@@ -73,7 +73,9 @@ class NeighbourSearch:
         row = connection.execute(text(query.replace("::", r"\:\:")), values).one_or_none()
         if row is None or row.m < min_similarity:
             return None
-        return Neighbour(row.id, row.job_id, row.m, tuple(row.steps), StoredObject(row.object_key, row.size, row.sha256))
+        return Neighbour(
+            row.id, row.job_id, row.m, tuple(row.steps), StoredObject(row.object_key, row.size, row.sha256)
+        )
 
     def _entries(self, connection: Connection, domain_id: int) -> int:
         counted_at, count = self._counts.get(domain_id, (-COUNT_SECONDS, 0))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from chorus_batch.jobs.cards import ModelCard
+    from chorus_batch.jobs.cards.card import ModelCard
 
 # Part of every domain key: raise it when the engine changes so that old latents no longer continue as they began.
 ENGINE_VERSION = 1

@@ -12,9 +12,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, text
 
+from chorus_batch.jobs.claims import Claim, DomainRecord, EntryRecord, GenerationRecord
 from chorus_batch.jobs.errors import ClaimLost
 from chorus_batch.jobs.models import CacheMode, Outcome, Reuse, Role
-from chorus_batch.jobs.claims import Claim, DomainRecord, EntryRecord, GenerationRecord
 from chorus_batch.jobs.storage import StoredObject
 
 # A job that becomes claimable again goes back to `ready`, unless its batch was paused meanwhile.
@@ -85,9 +85,7 @@ def ready_exists(connection: Connection) -> bool:
     return bool(connection.execute(text(query)).scalar())
 
 
-def finish(
-    connection: Connection, claim: Claim, generation: GenerationRecord, entry: EntryRecord | None = None
-) -> int:
+def finish(connection: Connection, claim: Claim, generation: GenerationRecord, entry: EntryRecord | None = None) -> int:
     """Publish a result: trace, cache entry and outcome become visible together. Returns how many jobs it freed.
 
     Raises ClaimLost if the claim was taken back; nothing is written then. Calling it again after a commit whose answer

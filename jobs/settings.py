@@ -40,7 +40,7 @@ class Settings:
     model: str = "builtin"
     embedder: str = "minilm"  # minilm | clip:<folder or hub id>
     device: str = "auto"  # auto | cpu | cuda
-    threads: int = 0  # of torch on the CPU; 0: all cores
+    threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
     lease: float = 30.0  # a worker silent for longer has lost its jobs

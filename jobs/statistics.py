@@ -92,7 +92,9 @@ def _as_progress(row: Any) -> Progress:
     values = dict(row._mapping)
     wanted = values.pop("wanted")
     over = values["queued"] + values["running"] == 0
-    values["state"] = wanted if wanted == "cancelled" else "finished" if over else "paused" if wanted == "paused" else "running"
+    values["state"] = (
+        wanted if wanted == "cancelled" else "finished" if over else "paused" if wanted == "paused" else "running"
+    )
     values["elapsed"] = float(values["elapsed"])
     for name in ("steps_total", "steps_skipped"):
         values[name] = int(values[name])
@@ -119,7 +121,9 @@ def find_job(connection: Connection, name: str) -> int:
         job_id = int(name) if _is_id(name) else -1
         found = connection.execute(text("SELECT id FROM jobs WHERE id = :id"), {"id": job_id}).scalar()
     if found is None:
-        raise NotFound(f"there is no job {name!r}", hint="use a job's number or BATCH/ID; see `chorus-batch jobs BATCH`")
+        raise NotFound(
+            f"there is no job {name!r}", hint="use a job's number or BATCH/ID; see `chorus-batch jobs BATCH`"
+        )
     return int(found)
 
 
@@ -212,7 +216,9 @@ def entries(connection: Connection, limit: int = 50) -> list[dict[str, Any]]:
     return [dict(row._mapping) for row in connection.execute(text(query), {"limit": limit})]
 
 
-def read_only_query(connection: Connection, query: str, timeout: float = 60.0) -> tuple[list[str], list[tuple[Any, ...]]]:
+def read_only_query(
+    connection: Connection, query: str, timeout: float = 60.0
+) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Run a person's own SQL with the rights of `chorus_reader`, in a read-only transaction: (columns, rows).
 
     Raises UsageError with Postgres' message (and its position) for a query that fails or writes.
@@ -221,7 +227,9 @@ def read_only_query(connection: Connection, query: str, timeout: float = 60.0) -
     assert driver is not None
     driver.execute("SET TRANSACTION READ ONLY")
     driver.execute(f"SET LOCAL statement_timeout = {int(timeout * 1000)}")
-    if driver.execute("SELECT pg_has_role('chorus_reader', 'MEMBER') FROM pg_roles WHERE rolname = 'chorus_reader'").fetchone():
+    if driver.execute(
+        "SELECT pg_has_role('chorus_reader', 'MEMBER') FROM pg_roles WHERE rolname = 'chorus_reader'"
+    ).fetchone():
         driver.execute("SET LOCAL ROLE chorus_reader")
     try:
         # Prepared: the extended protocol takes one statement, so none can follow that leaves the role.

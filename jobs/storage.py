@@ -26,12 +26,13 @@ from xml.etree.ElementTree import ParseError
 
 import certifi
 import urllib3
-from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, SettingsError, StorageError, UsageError
-from chorus_batch.jobs.settings import Settings
 from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from minio.helpers import check_bucket_name
+
+from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, SettingsError, StorageError, UsageError
+from chorus_batch.jobs.settings import Settings
 
 PAUSES = (0.2, 0.8)  # seconds between tries; one try more than pauses
 SLOWEST = 1 << 20  # bytes per second: a body that comes slower counts as stalled

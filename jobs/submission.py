@@ -22,10 +22,10 @@ from chorus_batch.jobs import cache, plan
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.embed import Embedder, make_embedder
 from chorus_batch.jobs.errors import Conflict
-from chorus_batch.jobs.ingest import IngestOptions, Note, Notes, Row, RowError, Source, file_sha256, read_batch
+from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected
+from chorus_batch.jobs.ingest.rows import IngestOptions, Note, Notes, Row, RowError, Source, file_sha256, read_batch
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.parameters import Parameters, domain_key
-from chorus_batch.jobs.rejection import SHOWN, FileRejected
 from chorus_batch.jobs.settings import Settings
 
 _LOOK_UP = 10_000  # prompts whose stored vectors are asked for at once
@@ -202,9 +202,7 @@ def _read(
     return columns, rejected, tuple(errors), notes.summary()
 
 
-def _embedded(
-    engine: Engine, embedder: Embedder, columns: _Columns, mode: CacheMode
-) -> tuple[int, np.ndarray | None]:
+def _embedded(engine: Engine, embedder: Embedder, columns: _Columns, mode: CacheMode) -> tuple[int, np.ndarray | None]:
     """The space's id, and a unit vector for each different prompt [n, d]; none is needed if nothing is to be reused."""
     with transaction(engine) as connection:
         space_id = cache.register_space(connection, embedder.space, embedder.dimension)
@@ -366,9 +364,7 @@ _JOB_COLUMNS = {
 }
 
 
-def _stored(
-    engine: Engine, batch: _Batch, sources: Sequence[Source], ingest: IngestOptions
-) -> tuple[int, str]:
+def _stored(engine: Engine, batch: _Batch, sources: Sequence[Source], ingest: IngestOptions) -> tuple[int, str]:
     """Everything in one transaction: the batch is there whole or not at all."""
     try:
         with transaction(engine) as connection:

@@ -26,7 +26,7 @@ if handed is not None:
 else:
     # `alembic` called by hand, not through `chorus-batch db`.
     from chorus_batch.jobs.database import connect
-    from chorus_batch.jobs.local import ensure
+    from chorus_batch.jobs.local.profile import ensure
     from chorus_batch.jobs.settings import load_settings
 
     with connect(ensure(load_settings()).database_url).begin() as connection:

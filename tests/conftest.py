@@ -16,8 +16,8 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
-from chorus_batch.jobs import local
 from chorus_batch.jobs.database import connect, upgrade
+from chorus_batch.jobs.local import profile as local
 from chorus_batch.jobs.settings import Settings
 
 

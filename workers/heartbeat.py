@@ -12,9 +12,9 @@ import uuid
 from sqlalchemy import Engine
 
 from chorus_batch.jobs import leases
+from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import DependencyDown
-from chorus_batch.jobs.claims import Claim
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -12,14 +13,15 @@ from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.errors import CorruptLatents, EngineError, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.request import Request, Result, Reuse
+from chorus_batch.chorus.schedule import noise_levels
 from chorus_batch.jobs import cache, queue
+from chorus_batch.jobs.claims import Claim, GenerationRecord
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown, ObjectCorrupt, ObjectMissing
 from chorus_batch.jobs.models import CacheMode, CacheResult, Role
 from chorus_batch.jobs.models import Reuse as ReusePolicy
 from chorus_batch.jobs.neighbours import Neighbour
 from chorus_batch.jobs.parameters import clean_prompt
-from chorus_batch.jobs.claims import Claim, GenerationRecord
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import Finished, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import LoadedModel, Runtime
@@ -130,7 +132,9 @@ class Pipeline:
         loaded = self._runtime.model(claim.domain)
         settings = _settings(claim)
         reuse, neighbour = self._reuse(claim, loaded, phases, notes)
-        kept = loaded.boundaries.kept_steps(settings.steps) if _adds_entry(claim) and reuse is None else frozenset()
+        kept: frozenset[int] = frozenset()
+        if reuse is None and claim.cache in (CacheMode.on, CacheMode.exact):
+            kept = loaded.boundaries.kept_steps(settings.steps, noise_levels(settings.steps, settings.shift))
         request = Request(
             clean_prompt(claim.prompt), claim.seed, settings, claim.domain.key, claim.domain.negative_prompt
         )
@@ -153,6 +157,7 @@ class Pipeline:
             return None, None
         steps = claim.domain.steps
         least = max(loaded.boundaries.tau_at(steps), self._runtime.settings.min_similarity)
+        levels = noise_levels(steps, claim.domain.shift)
         with phases.timed("lookup"), transaction(self._runtime.database) as connection:
             neighbour = self._runtime.search.nearest(connection, claim, least)
         if neighbour is None:
@@ -160,7 +165,7 @@ class Pipeline:
             return None, None
         if claim.role is Role.follower and claim.source_job_id not in (None, neighbour.job_id):
             notes.append(f"job {neighbour.job_id} is nearer than the planned source {claim.source_job_id}")
-        k1, _ = loaded.boundaries.at(neighbour.similarity, steps)
+        k1, _ = loaded.boundaries.at(neighbour.similarity, steps, levels)
         if k1 == 0:
             return None, None
         try:
@@ -219,14 +224,8 @@ class Pipeline:
             latents = pack({trace.steps_total: result.latents}, domain)
             entry = pack(result.trajectory, domain) if result.trajectory else None
         if entry is not None:
-            import hashlib
-
             self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), result.trajectory)
         return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)))  # type: ignore[arg-type]
-
-
-def _adds_entry(claim: Claim) -> bool:
-    return claim.cache in (CacheMode.on, CacheMode.exact)
 
 
 def _settings(claim: Claim) -> GenerationSettings:

@@ -34,9 +34,7 @@ class Reconciler(threading.Thread):
         while not self._stopping.wait(self._settings.poll_interval):
             try:
                 with transaction(engine) as connection:
-                    reaped = leases.reap(
-                        connection, lease=self._settings.lease, max_deaths=self._settings.max_deaths
-                    )
+                    reaped = leases.reap(connection, lease=self._settings.lease, max_deaths=self._settings.max_deaths)
                     idle = not state.active_requests and not state.reserved_requests
                     work = idle and queue.ready_exists(connection)
                 if reaped.requeued or reaped.quarantined:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy
 
-from chorus_batch.jobs.cards import load_card
+from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.neighbours import NeighbourSearch
-from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore
 from chorus_batch.workers.heartbeat import Heartbeat
@@ -112,6 +111,15 @@ class Runtime:
             self.heartbeat.leave()
         self.database.dispose()
 
+    def preload(self) -> None:
+        """Import what a job needs while there is none: the libraries take many seconds, the first video shouldn't."""
+
+        def load() -> None:
+            import chorus_batch.workers.pipeline  # noqa: F401
+            from chorus_batch.chorus.tiny import model  # noqa: F401
+
+        threading.Thread(target=load, name="preload", daemon=True).start()
+
     def model(self, domain: DomainRecord) -> LoadedModel:
         """The model of a domain, loaded once. Raises EngineError if its weights aren't those that were planned with."""
         from chorus_batch.chorus.engine import Engine
@@ -120,8 +128,7 @@ class Runtime:
 
         if domain.model not in self._models:
             card = load_card(domain.model)
-            threads = self.settings.threads or len(os.sched_getaffinity(0))
-            engine = Engine.load(domain.model, device=self._device(), threads=threads)
+            engine = Engine.load(domain.model, device=self._device(), threads=self.settings.threads)
             boundaries = Boundaries.parse(card.boundaries, card.defaults.shift)
             self._models[domain.model] = LoadedModel(engine, boundaries)
         loaded = self._models[domain.model]

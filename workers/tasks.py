@@ -31,6 +31,7 @@ def enter(settings: Settings) -> None:
     """Called once in the process that will hold the model."""
     global _runtime
     _runtime = Runtime(settings)
+    _runtime.preload()
 
 
 def leave() -> None:

@@ -14,6 +14,7 @@ import av.error
 import numpy as np
 import numpy.typing as npt
 from av.video.reformatter import ColorRange, Colorspace
+
 from chorus_batch.jobs.errors import ChorusBatchError
 
 # Visually lossless for the small videos of the built-in model, and still small for large ones.

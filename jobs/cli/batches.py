@@ -190,19 +190,26 @@ def _print_job(found: dict[str, Any]) -> None:
     domain, generation, entry = found["domain"], found["generation"], found["entry"]
     click.echo(f"job {found['id']} ({found['batch']}/{found['external_id']}): {found['state']}")
     click.echo(f"  prompt      {found['prompt']}")
-    click.echo(f"  asked       seed {found['seed']}, {domain['width']}x{domain['height']}, {domain['frames']} frames,", nl=False)
+    click.echo(
+        f"  asked       seed {found['seed']}, {domain['width']}x{domain['height']}, {domain['frames']} frames,",
+        nl=False,
+    )
     click.echo(f" {domain['steps']} steps, guidance {domain['guidance_scale']}, {domain['model']}")
     planned = f" of job {found['source_job_id']}" if found["source_job_id"] else ""
     planned = f" of entry {found['source_entry_id']}" if found["source_entry_id"] else planned
     score = f", similarity {found['similarity']:.3f}" if found["similarity"] is not None else ""
-    click.echo(f"  planned     {found['role'].value if hasattr(found['role'], 'value') else found['role']}{planned}{score}")
+    click.echo(
+        f"  planned     {found['role'].value if hasattr(found['role'], 'value') else found['role']}{planned}{score}"
+    )
     if found["error_code"]:
         click.echo(f"  error       {found['error_code']}: {found['error_message']}")
     if generation:
         _print_generation(generation, entry)
     for attempt in found["attempts"]:
         ended = plain(attempt["ended_at"]) if attempt["ended_at"] else "running"
-        click.echo(f"  attempt {attempt['attempt']}   {attempt['result'] or 'running'} {ended} {attempt['error_code'] or ''}")
+        click.echo(
+            f"  attempt {attempt['attempt']}   {attempt['result'] or 'running'} {ended} {attempt['error_code'] or ''}"
+        )
     if found["extra"]:
         click.echo(f"  columns     {json.dumps(found['extra'], default=plain)}")
 
@@ -210,7 +217,9 @@ def _print_job(found: dict[str, Any]) -> None:
 def _print_generation(generation: dict[str, Any], entry: dict[str, Any] | None) -> None:
     result = generation["cache_result"]
     if result == "semantic" and entry is not None:
-        click.echo(f"  reused      entry {entry['id']} of job {entry['job_id']}, similarity {generation['similarity']:.3f}:")
+        click.echo(
+            f"  reused      entry {entry['id']} of job {entry['job_id']}, similarity {generation['similarity']:.3f}:"
+        )
         click.echo(f"              {entry['prompt']}")
         click.echo(f"              steps 0..{generation['k1']} of {generation['steps_total']} taken from it")
     elif result == "exact":

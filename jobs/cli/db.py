@@ -27,10 +27,10 @@ def upgrade(ctx: click.Context) -> None:
 @click.pass_context
 def current(ctx: click.Context) -> None:
     """Show the schema's revision, and the one that this program needs."""
-    from chorus_batch.jobs.database import connect, current_revision, head_revision
+    from chorus_batch.jobs.database import HEAD, connect, current_revision
 
     engine = connect(Session.of(ctx).settings.database_url)
-    click.echo(f"{current_revision(engine) or 'empty'} (needed: {head_revision()})")
+    click.echo(f"{current_revision(engine) or 'empty'} (needed: {HEAD})")
 
 
 @db.command()

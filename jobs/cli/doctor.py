@@ -15,7 +15,7 @@ from chorus_batch.jobs.cli.session import Session, output_options, print_json
 def doctor(ctx: click.Context, as_json: bool, quiet: bool) -> int:
     """Check that everything needed is there and works; exit code 6 if something isn't."""
     from chorus_batch.jobs.doctor import examine
-    from chorus_batch.jobs.local import ensure
+    from chorus_batch.jobs.local.profile import ensure
 
     failed = False
     for finding in examine(Session.of(ctx).asked, ensure):

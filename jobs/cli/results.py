@@ -9,16 +9,20 @@ import click
 
 from chorus_batch.jobs.cli.session import Session, output_options, print_json
 
-KINDS = ("video", "latents", "sidecar")
+KINDS = ("video", "latents", "sidecar", "sheet")
 
 
 @click.command()
 @click.argument("batch")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The folder; made if it isn't there.")
-@click.option("--what", default="video", show_default=True, help="video, latents, sidecar: any of them, with commas.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="The folder; made if it isn't there."
+)
+@click.option("--what", default="video", show_default=True, help="video, latents, sidecar, sheet: any, with commas.")
 @click.option("--manifest", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @click.option("--name-template", default="{id}-{slug}", show_default=True, help="File names: {id} {row} {seed} {slug}.")
-@click.option("--presign", type=int, metavar="SECONDS", help="Don't download: put links that work for so long in the manifest.")
+@click.option(
+    "--presign", type=int, metavar="SECONDS", help="Don't download: put links that work for so long in the manifest."
+)
 @output_options
 @click.pass_context
 def results(ctx: click.Context, batch: str, output: Path, what: str, as_json: bool, quiet: bool, **options: Any) -> int:
@@ -56,7 +60,7 @@ def download(
     """Bring a batch's files and its manifest into `folder`; says what was done."""
     from chorus_batch.jobs import statistics
     from chorus_batch.jobs.database import transaction
-    from chorus_batch.jobs.delivery import Delivering, deliver
+    from chorus_batch.jobs.results.delivery import Delivering, deliver
     from chorus_batch.jobs.storage import ObjectStore
 
     with transaction(session.database) as connection:

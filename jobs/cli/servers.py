@@ -22,7 +22,7 @@ def up(ctx: click.Context) -> None:
 @click.pass_context
 def down(ctx: click.Context) -> None:
     """Stop the local profile's servers. Data stays; the next command starts them again."""
-    from chorus_batch.jobs.local import down as stop
+    from chorus_batch.jobs.local.profile import down as stop
 
     stop(Session.of(ctx).asked)
 
@@ -32,7 +32,7 @@ def down(ctx: click.Context) -> None:
 @click.pass_context
 def ps(ctx: click.Context, as_json: bool, quiet: bool) -> None:
     """Show the local profile's servers, without starting any."""
-    from chorus_batch.jobs.local import ps as statuses
+    from chorus_batch.jobs.local.profile import ps as statuses
 
     rows = [asdict(status) for status in statuses(Session.of(ctx).asked)]
     if as_json:

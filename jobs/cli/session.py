@@ -44,7 +44,7 @@ class Session:
     @cached_property
     def settings(self) -> Settings:
         """With addresses; in the local profile this starts the servers that aren't up."""
-        from chorus_batch.jobs.local import ensure
+        from chorus_batch.jobs.local.profile import ensure
 
         return ensure(self.asked)
 

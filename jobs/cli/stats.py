@@ -56,7 +56,9 @@ def sql(ctx: click.Context, query: str, shape: str) -> None:
         columns, rows = read_only_query(connection, query)
     if shape == "json":
         for row in rows:
-            click.echo(json.dumps(dict(zip(columns, row, strict=True)) | {"schema_version": SCHEMA_VERSION}, default=plain))
+            click.echo(
+                json.dumps(dict(zip(columns, row, strict=True)) | {"schema_version": SCHEMA_VERSION}, default=plain)
+            )
     elif shape == "csv":
         _print_csv(columns, rows)
     else:
@@ -67,7 +69,7 @@ def sql(ctx: click.Context, query: str, shape: str) -> None:
 def _print_csv(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     import csv
 
-    from chorus_batch.jobs.spreadsheet import safe_cell
+    from chorus_batch.jobs.ingest.spreadsheet import safe_cell
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([safe_cell(column) for column in columns])

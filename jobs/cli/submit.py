@@ -41,12 +41,10 @@ if TYPE_CHECKING:
 @click.pass_context
 def submit(ctx: click.Context, files: tuple[str, ...], **options: Any) -> int:
     """Submit files of prompts (CSV, TSV, TXT, JSONL; - is standard input) as one batch."""
-    from chorus_batch.jobs.cards import load_card
-    from chorus_batch.jobs.ingest import IngestOptions, open_source, parse_pairs
-    from chorus_batch.jobs.models import CacheMode
-    from chorus_batch.jobs.submission import SubmitOptions, submit
-
     session = Session.of(ctx)
+    from chorus_batch.jobs.cards.card import load_card
+    from chorus_batch.jobs.ingest.rows import IngestOptions, open_source, parse_pairs
+
     ingest = IngestOptions(
         card=load_card(session.asked.model),
         format=options["format_"],
@@ -60,18 +58,22 @@ def submit(ctx: click.Context, files: tuple[str, ...], **options: Any) -> int:
         priority=options["priority"],
         salt=secrets.randbits(64),
     )
+    labels = parse_pairs("--label", options["labels"])
+    if options["wait"] and not options["dry_run"]:
+        # While rows are read and embedded, the worker starts and loads its libraries: that takes it longest.
+        ctx.with_resource(_worker(session))
+    from chorus_batch.jobs.models import CacheMode
+    from chorus_batch.jobs.submission import SubmitOptions, submit
+
     wanted = SubmitOptions(
         name=options["name"],
-        labels=parse_pairs("--label", options["labels"]),
+        labels=labels,
         cache=CacheMode(options["cache"]),
         on_invalid=options["on_invalid"],
         new=options["new"],
     )
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(name, sys.stdin.buffer)) for name in files]
-        if options["wait"] and not options["dry_run"]:
-            # While the rows are read and embedded, the worker starts and loads its libraries.
-            stack.enter_context(_worker(session))
         done = submit(session.settings, session.database, sources, ingest, wanted, dry_run=options["dry_run"])
         _tell(done)
         if done.batch_id is None:
@@ -94,7 +96,7 @@ def _worker(session: Session) -> Any:
 
 
 def _wait(session: Session, done: Submitted, options: dict[str, Any]) -> int:
-    from chorus_batch.jobs.local import ensure
+    from chorus_batch.jobs.local.profile import ensure
     from chorus_batch.jobs.progress import exit_code, follow, line
 
     assert done.batch_id is not None

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from chorus_batch.jobs.cards import load_card
-from chorus_batch.jobs.ingest import IngestOptions, Row, Source, read_batch
+from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.ingest.rows import IngestOptions, Row, Source, read_batch
 
 COLOURS = ["red", "green", "blue", "yellow", "purple", "orange", "cyan", "white"]
 MOTIONS = ["moves left", "moves right", "moves up", "moves down", "grows", "shrinks", "stays still"]

@@ -20,11 +20,12 @@ import pytest
 from kombu.connection import Connection
 from minio import Minio
 
-from chorus_batch.jobs import binaries, local, seaweed, servers
-from chorus_batch.jobs.account import server_account
-from chorus_batch.jobs.datafolder import DataFolder, State
 from chorus_batch.jobs.errors import ChorusBatchError, DependencyDown, SettingsError
-from chorus_batch.jobs.process import Process, holding, wait_until
+from chorus_batch.jobs.local import binaries, seaweed, servers
+from chorus_batch.jobs.local import profile as local
+from chorus_batch.jobs.local.account import server_account
+from chorus_batch.jobs.local.datafolder import DataFolder, State
+from chorus_batch.jobs.local.process import Process, holding, wait_until
 from chorus_batch.jobs.settings import Settings
 
 NAMES = ("postgres", "broker", "store")
@@ -32,7 +33,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root's servers run 
 ENSURE = """
 import json, sys
 from pathlib import Path
-from chorus_batch.jobs import local
+from chorus_batch.jobs.local import profile as local
 from chorus_batch.jobs.settings import Settings
 found = local.ensure(Settings(data_dir=Path(sys.argv[1])))
 print(json.dumps([found.database_url, found.broker_url, found.s3_endpoint, found.s3_secret_key]))

@@ -11,11 +11,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+
 from chorus_batch.jobs import storage
 from chorus_batch.jobs.errors import DependencyDown, ObjectCorrupt, ObjectMissing, StorageError
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore
-
 from tests.faults.proxy import FaultProxy, Spoil, refusing_address
 
 DATA = b"not all of it " * 100

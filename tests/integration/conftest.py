@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from sqlalchemy import Engine, text
+
 from chorus_batch.jobs import cache, leases
 from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.models import CacheResult
 from chorus_batch.jobs.storage import StoredObject
-from sqlalchemy import Engine, text
 
 DIMENSION = 4
 DOMAIN = {
@@ -125,7 +126,9 @@ class Writer:
     def state(self, job_id: int) -> str:
         """What a person sees of a job."""
         with transaction(self.engine) as connection:
-            return str(connection.execute(text("SELECT state FROM job_states WHERE job_id = :j"), {"j": job_id}).scalar())
+            return str(
+                connection.execute(text("SELECT state FROM job_states WHERE job_id = :j"), {"j": job_id}).scalar()
+            )
 
 
 @pytest.fixture

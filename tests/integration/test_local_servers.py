@@ -17,11 +17,11 @@ from kombu.connection import Connection
 from minio import Minio
 from minio.error import S3Error
 
-from chorus_batch.jobs import local
-from chorus_batch.jobs.account import server_account
-from chorus_batch.jobs.datafolder import DataFolder
 from chorus_batch.jobs.errors import SettingsError
-from chorus_batch.jobs.process import Process, holding, launch, wait_until
+from chorus_batch.jobs.local import profile as local
+from chorus_batch.jobs.local.account import server_account
+from chorus_batch.jobs.local.datafolder import DataFolder
+from chorus_batch.jobs.local.process import Process, holding, launch, wait_until
 from chorus_batch.jobs.settings import Settings
 
 

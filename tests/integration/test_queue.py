@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
+from sqlalchemy import Engine, text
+
 from chorus_batch.jobs import control, leases, queue, statistics
 from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ClaimLost, Conflict
 from chorus_batch.jobs.models import CacheResult
-from sqlalchemy import Engine, text
 
 from .conftest import Part, Writer, left, made
 
@@ -291,7 +292,14 @@ def test_views_agree_with_what_was_recorded(writer: Writer, database: Engine) ->
     follower = claim(database, worker)
     assert follower is not None
     finish(
-        database, follower, cache_result=CacheResult.semantic, entry_id=entry, similarity=0.9, k1=8, k2=8, steps_computed=12
+        database,
+        follower,
+        cache_result=CacheResult.semantic,
+        entry_id=entry,
+        similarity=0.9,
+        k1=8,
+        k2=8,
+        steps_computed=12,
     )
     duplicate = claim(database, worker)
     assert duplicate is not None
@@ -303,7 +311,13 @@ def test_views_agree_with_what_was_recorded(writer: Writer, database: Engine) ->
         savings = connection.execute(text("SELECT * FROM savings_by_entry ORDER BY entry_id")).mappings().first()
         totals = statistics.totals(connection)
     for view in (by_batch, by_day):
-        assert (view["finished"], view["hits"], view["semantic_hits"], view["exact_hits"], view["misses"]) == (3, 2, 1, 1, 1)
+        assert (view["finished"], view["hits"], view["semantic_hits"], view["exact_hits"], view["misses"]) == (
+            3,
+            2,
+            1,
+            1,
+            1,
+        )
         assert (view["steps_total"], view["steps_skipped"]) == (60, 28)
         assert view["hit_rate"] == pytest.approx(2 / 3)
         assert view["steps_skipped_share"] == pytest.approx(28 / 60)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from chorus_batch.jobs import storage
 from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, StorageError, UsageError
-from chorus_batch.jobs.results import Delivery, download
+from chorus_batch.jobs.results.download import Delivery, download
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore, StoredObject
 

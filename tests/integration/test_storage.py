@@ -15,11 +15,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from minio import Minio
+
 from chorus_batch.jobs import storage
 from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, SettingsError, UsageError
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore, StoredObject
-from minio import Minio
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.request import Request

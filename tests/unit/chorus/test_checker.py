@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from chorus_batch.chorus.tiny.checker import ATTRIBUTES, read_video, read_videos, shares
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.decoder import SharpCodec

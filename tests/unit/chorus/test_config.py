@@ -1,6 +1,7 @@
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
+
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.errors import UnsupportedSettings
 

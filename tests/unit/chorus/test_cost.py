@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from chorus_batch.chorus.cost import forward_flops, tokens_of
-from chorus_batch.chorus.engine import Engine
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+from chorus_batch.chorus.cost import forward_flops, tokens_of
+from chorus_batch.chorus.engine import Engine
 
 
 @pytest.mark.parametrize(("shape", "slots"), [((16, 3, 16, 16), 16), ((16, 1, 4, 8), 5)])

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
 from chorus_batch.chorus.denoise import Guidance, denoise
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import Stopped
 from chorus_batch.chorus.request import Request
 from chorus_batch.chorus.schedule import make_scheduler
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 SHAPE = (1, 16, 3, 8, 8)
 

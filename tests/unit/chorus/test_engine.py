@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import (
@@ -25,8 +28,6 @@ from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.request import Request, Result, Reuse
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.model import WEIGHTS
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 Make = Callable[..., Request]
 EVERY = frozenset(range(5))

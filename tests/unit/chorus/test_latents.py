@@ -4,11 +4,12 @@ import pickle
 
 import pytest
 import torch
-from chorus_batch.chorus.errors import CorruptLatents
-from chorus_batch.chorus.latents import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+
+from chorus_batch.chorus.errors import CorruptLatents
+from chorus_batch.chorus.latents import pack, unpack
 
 
 def trajectory(*steps: int) -> dict[int, torch.Tensor]:

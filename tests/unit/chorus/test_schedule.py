@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from chorus_batch.chorus.errors import UnsupportedSettings
 from chorus_batch.chorus.schedule import make_scheduler, noise_levels
 

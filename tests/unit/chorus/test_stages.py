@@ -1,11 +1,12 @@
 """Law 6 for F: monotone in m, inside 0..N, (0, 0) below tau, for given and for scaled tables."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chorus_batch.chorus.errors import BoundaryError
 from chorus_batch.chorus.schedule import noise_levels
 from chorus_batch.chorus.stages import WAN_SHIFT, WAN_TABLES, Boundaries
-from hypothesis import given
-from hypothesis import strategies as st
 
 WAN = Boundaries.parse(WAN_TABLES, WAN_SHIFT)
 scores = st.floats(-1, 1)

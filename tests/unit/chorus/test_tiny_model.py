@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModel, AutoTokenizer
+
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import WeightsError
 from chorus_batch.chorus.fingerprint import file_checksums
@@ -13,9 +15,8 @@ from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.model import WEIGHTS, TinyModel, fingerprint
 from chorus_batch.chorus.tiny.seal import seal
 from chorus_batch.chorus.tiny.text import CHECKSUMS, TextEncoder, minilm_folder
-from transformers import AutoModel, AutoTokenizer
 
-CARD = Path(__file__).parents[3] / "jobs" / "models" / "builtin.json"
+CARD = Path(__file__).parents[3] / "jobs" / "cards" / "builtin.json"
 
 
 @pytest.fixture

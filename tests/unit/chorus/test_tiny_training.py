@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+
 from chorus_batch.chorus.tiny.checkpoint import load_transformer
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.decoder import DetailDecoder, SharpCodec

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from chorus_batch.chorus.tiny.captions import caption, plain_caption
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.dataset import draw_batch

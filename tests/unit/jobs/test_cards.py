@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from chorus_batch.jobs.cards import MODELS, load_card
+from chorus_batch.jobs.cards.card import CARDS, load_card
 from chorus_batch.jobs.errors import SettingsError
-from chorus_batch.jobs.tokens import tokenizer_path
+from chorus_batch.jobs.ingest.tokens import tokenizer_path
 
 CARD = load_card("builtin")
 
@@ -43,7 +43,7 @@ def test_an_unknown_model_is_named_with_the_known_ones():
     ],
 )
 def test_a_wrong_card_is_refused(tmp_path, change, message):
-    table = json.loads((MODELS / "builtin.json").read_text()) | change
+    table = json.loads((CARDS / "builtin.json").read_text()) | change
     path = tmp_path / "card.json"
     path.write_text(json.dumps(table))
     with pytest.raises(SettingsError, match=message):
@@ -52,7 +52,7 @@ def test_a_wrong_card_is_refused(tmp_path, change, message):
 
 def test_a_card_can_be_a_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_text((MODELS / "builtin.json").read_text().replace('"builtin"', '"mine"', 1))
+    path.write_text((CARDS / "builtin.json").read_text().replace('"builtin"', '"mine"', 1))
     assert load_card(str(path)).defaults.model == "mine"
     with pytest.raises(SettingsError, match="No such file"):
         load_card(str(tmp_path / "none.json"))

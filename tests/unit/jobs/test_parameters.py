@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from chorus_batch.jobs.cards import load_card
+from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.parameters import clean_prompt, domain_key, request_key
 
 CARD = load_card("builtin")

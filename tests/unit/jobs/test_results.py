@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chorus_batch.jobs.errors import UsageError
-from chorus_batch.jobs.manifest import COLUMNS, Kind, manifest_row, write_manifest
-from chorus_batch.jobs.results import prepare_folder, save_manifest
+from chorus_batch.jobs.results.download import prepare_folder, save_manifest
+from chorus_batch.jobs.results.manifest import COLUMNS, Kind, manifest_row, write_manifest
 
 DONE: dict[str, Any] = {
     "id": "a1",

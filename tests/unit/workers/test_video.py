@@ -6,6 +6,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from chorus_batch.jobs.errors import ChorusBatchError
 from chorus_batch.workers.video import VideoError, VideoInfo, probe, write_mp4
 

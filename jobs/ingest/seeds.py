@@ -6,8 +6,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from chorus_batch.jobs.cells import CellError, whole
 from chorus_batch.jobs.errors import UsageError
+from chorus_batch.jobs.ingest.cells import CellError, whole
 
 MAX_SEED = 2**63 - 1
 _SAFE_DIGITS = 18  # that many are always below MAX_SEED

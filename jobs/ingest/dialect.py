@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from chorus_batch.jobs.columns import ColumnNames
-from chorus_batch.jobs.source import Source
+from chorus_batch.jobs.ingest.columns import ColumnNames
+from chorus_batch.jobs.ingest.source import Source
 
 Format = Literal["csv", "tsv", "txt", "jsonl", "openai"]
 FORMATS: tuple[str, ...] = get_args(Format)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chorus_batch.jobs.account import Account
+from chorus_batch.jobs.local.account import Account
 
 # The shell starts the server in the background, tells its id and ends. So the server is nobody's child: it leaves no
 # zombie in a long-lived caller. The shell's stderr is the log; `$@` are the server's words, never parsed again.

@@ -13,7 +13,7 @@ from typing import Any
 from chorus_batch.jobs.errors import SettingsError
 from chorus_batch.jobs.parameters import Parameters
 
-MODELS = Path(__file__).parent / "models"
+CARDS = Path(__file__).parent
 
 Boundary = tuple[float, int, int]  # (m_from, k1, k2): engine.md section 2
 
@@ -67,7 +67,7 @@ class ModelCard:
 
 def load_card(name: str) -> ModelCard:
     """The card of that name, or in the JSON file of that path. Raises SettingsError."""
-    known = {file.stem: file for file in MODELS.glob("*.json")}
+    known = {file.stem: file for file in CARDS.glob("*.json")}
     if name not in known and not name.endswith(".json"):
         raise SettingsError(
             f"there is no model named {name!r}",

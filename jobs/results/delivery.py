@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from chorus_batch.jobs.manifest import manifest_row
-from chorus_batch.jobs.names import output_names
-from chorus_batch.jobs.results import download, prepare_folder, save_manifest
+from chorus_batch.jobs.results.download import download, prepare_folder, save_manifest
+from chorus_batch.jobs.results.manifest import manifest_row
+from chorus_batch.jobs.results.names import output_names
+from chorus_batch.jobs.results.sheet import contact_sheet
 from chorus_batch.jobs.storage import ObjectStore, StoredObject
 
 SUFFIXES = {"video": ".mp4", "latents": ".safetensors", "sidecar": ".json"}
@@ -69,9 +70,20 @@ def deliver(store: ObjectStore, rows: Sequence[Mapping[str, Any]], order: Delive
         for name, line in zip(names, lines, strict=True):
             path = order.folder / _named(name, "sidecar")
             path.write_text(json.dumps(manifest_row(line), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if "sheet" in order.what:
+        contact_sheet(_captioned(rows, lines, order.folder), order.folder / "contact_sheet.png")
     path = order.folder / f"manifest.{order.manifest}"
     save_manifest(lines, path, cast("Literal['jsonl', 'csv']", order.manifest))
     return Delivered(files, fetched, path, tuple(lost))
+
+
+def _captioned(
+    rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], folder: Path
+) -> Iterator[tuple[Path, str]]:
+    for row, line in zip(rows, lines, strict=True):
+        if line["file"] is not None and (folder / line["file"]).exists():
+            reused = {"semantic": f" [reused {row['similarity'] or 0:.2f}]", "exact": " [linked]"}
+            yield folder / line["file"], row["prompt"] + reused.get(row["cache_result"], "")
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:

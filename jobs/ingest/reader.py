@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chorus_batch.jobs.columns import ColumnNames
-from chorus_batch.jobs.dialect import Dialect
-from chorus_batch.jobs.inline import FlagError, split_flags
-from chorus_batch.jobs.lines import Lines, LineTooLongError, find_bad_byte
-from chorus_batch.jobs.notes import Notes
-from chorus_batch.jobs.rejection import FileRejected, RowError
-from chorus_batch.jobs.source import Source
+from chorus_batch.jobs.ingest.columns import ColumnNames
+from chorus_batch.jobs.ingest.dialect import Dialect
+from chorus_batch.jobs.ingest.inline import FlagError, split_flags
+from chorus_batch.jobs.ingest.lines import Lines, LineTooLongError, find_bad_byte
+from chorus_batch.jobs.ingest.notes import Notes
+from chorus_batch.jobs.ingest.rejection import FileRejected, RowError
+from chorus_batch.jobs.ingest.source import Source
 
 MAX_FIELD = 1 << 16  # characters of one field
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")

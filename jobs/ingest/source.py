@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from chorus_batch.jobs.rejection import FileRejected, RowError
+from chorus_batch.jobs.ingest.rejection import FileRejected, RowError
 
 
 @dataclass(frozen=True)

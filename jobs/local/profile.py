@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from chorus_batch.jobs.datafolder import CHOOSE, DataFolder, Record, State, flock
 from chorus_batch.jobs.errors import DependencyDown, SettingsError
-from chorus_batch.jobs.process import holding, launch, wait_until
-from chorus_batch.jobs.seaweed import Ports, Store
-from chorus_batch.jobs.servers import NAMES, Broker, NotReady, Postgres, Server
+from chorus_batch.jobs.local.datafolder import CHOOSE, DataFolder, Record, State, flock
+from chorus_batch.jobs.local.process import holding, launch, wait_until
+from chorus_batch.jobs.local.seaweed import Ports, Store
+from chorus_batch.jobs.local.servers import NAMES, Broker, NotReady, Postgres, Server
 from chorus_batch.jobs.settings import Settings
 
 KINDS: dict[str, type[Server]] = {kind.name: kind for kind in (Postgres, Broker, Store)}

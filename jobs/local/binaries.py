@@ -14,8 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from chorus_batch.jobs.account import Account
 from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.local.account import Account
 
 _REINSTALL = "reinstall chorus-batch with its dependencies (uv sync --reinstall-package {})"
 

@@ -13,18 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from chorus_batch.jobs.cards import ModelCard
-from chorus_batch.jobs.cells import PARAMETER_COLUMNS, SAME, CellError, Settled, Settler, whole
-from chorus_batch.jobs.columns import ColumnNames, meaning
-from chorus_batch.jobs.dialect import FORMATS, Dialect, detect
+from chorus_batch.jobs.cards.card import ModelCard
 from chorus_batch.jobs.errors import UsageError
-from chorus_batch.jobs.notes import Note, Notes
+from chorus_batch.jobs.ingest.cells import PARAMETER_COLUMNS, SAME, CellError, Settled, Settler, whole
+from chorus_batch.jobs.ingest.columns import ColumnNames, meaning
+from chorus_batch.jobs.ingest.dialect import FORMATS, Dialect, detect
+from chorus_batch.jobs.ingest.notes import Note, Notes
+from chorus_batch.jobs.ingest.reader import Record, RecordReader
+from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected, RowError, rejected_path, write_rejected
+from chorus_batch.jobs.ingest.seeds import SeedPolicy, stated_seed
+from chorus_batch.jobs.ingest.source import Source, file_sha256, open_source
+from chorus_batch.jobs.ingest.tokens import TokenCounter
 from chorus_batch.jobs.parameters import Parameters, clean_prompt
-from chorus_batch.jobs.reader import Record, RecordReader
-from chorus_batch.jobs.rejection import SHOWN, FileRejected, RowError, rejected_path, write_rejected
-from chorus_batch.jobs.seeds import SeedPolicy, stated_seed
-from chorus_batch.jobs.source import Source, file_sha256, open_source
-from chorus_batch.jobs.tokens import TokenCounter
 
 __all__ = [
     "Check",

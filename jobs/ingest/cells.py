@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from chorus_batch.jobs.cards import ModelCard
+from chorus_batch.jobs.cards.card import ModelCard
 from chorus_batch.jobs.parameters import Parameters, clean_prompt
 
 # The columns that make up Parameters: rows that agree in all of them share one Parameters.

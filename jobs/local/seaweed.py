@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
-from chorus_batch.jobs.account import Account
-from chorus_batch.jobs.binaries import seaweed_bundle
 from chorus_batch.jobs.errors import DependencyDown
-from chorus_batch.jobs.servers import USER, NotReady, Server, accepts, write_for
+from chorus_batch.jobs.local.account import Account
+from chorus_batch.jobs.local.binaries import seaweed_bundle
+from chorus_batch.jobs.local.servers import USER, NotReady, Server, accepts, write_for
 
 LOOPBACK = "127.0.0.1"
 GRPC_OFFSET = 10_000  # weed opens P + 10000 for every port P

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from chorus_batch.jobs.columns import meaning
+from chorus_batch.jobs.ingest.columns import meaning
 
 FLAGS = {
     "w": "width",

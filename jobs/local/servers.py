@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
 
-from chorus_batch.jobs.account import Account
-from chorus_batch.jobs.binaries import postgres_bundle, valkey_bundle
 from chorus_batch.jobs.errors import DependencyDown
-from chorus_batch.jobs.process import Process
+from chorus_batch.jobs.local.account import Account
+from chorus_batch.jobs.local.binaries import postgres_bundle, valkey_bundle
+from chorus_batch.jobs.local.process import Process
 
 NAMES = ("postgres", "broker", "store")
 POSTGRES_PORT = 5432  # only names the socket file

@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from chorus_batch.jobs.account import server_account
 from chorus_batch.jobs.errors import DependencyDown, SettingsError
-from chorus_batch.jobs.process import Process, wait_until
-from chorus_batch.jobs.seaweed import Ports
-from chorus_batch.jobs.servers import NAMES, Secrets
+from chorus_batch.jobs.local.account import server_account
+from chorus_batch.jobs.local.process import Process, wait_until
+from chorus_batch.jobs.local.seaweed import Ports
+from chorus_batch.jobs.local.servers import NAMES, Secrets
 
 LOCK_TIMEOUT = 120.0  # seconds; a first start on a slow disk takes about 20
 LONGEST_SOCKET = 107  # bytes, of sockaddr_un

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, StorageError, UsageError
-from chorus_batch.jobs.manifest import Kind, write_manifest
+from chorus_batch.jobs.results.manifest import Kind, write_manifest
 from chorus_batch.jobs.storage import ObjectStore, StoredObject
 
 THREADS = 4

@@ -1,0 +1,1 @@
+"""What the program knows of each model before any of its weights is loaded. `card` is the way in."""

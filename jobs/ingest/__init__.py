@@ -1,0 +1,1 @@
+"""Files of prompts become validated rows. `rows` is the way in."""

@@ -1,0 +1,1 @@
+"""A batch's results as files on a person's disk. `delivery` is the way in."""
