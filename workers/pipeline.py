@@ -109,9 +109,9 @@ class Pipeline:
                 found = queue.finished_request(connection, claim)
             if found is None:
                 return None
-            objects = record_objects(found)
+            video, latents = record_objects(found)
             try:
-                for stored in objects.values():
+                for stored in (video, latents):
                     if self._runtime.store.stat(stored.key) != stored:
                         raise ObjectCorrupt(f"{stored.key} is not what was stored")
             except (ObjectMissing, ObjectCorrupt) as error:
@@ -123,7 +123,8 @@ class Pipeline:
             steps_total=found.steps_total,
             steps_computed=0,
             tokens_total=found.tokens_total,
-            **objects,
+            video=video,
+            latents=latents,
         )
         return Finished(claim, record, phases)
 

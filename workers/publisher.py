@@ -159,9 +159,9 @@ def no_object() -> StoredObject:
     return StoredObject("", 0, "")
 
 
-def record_objects(row: Any) -> dict[str, StoredObject]:
-    """The objects of a finished generation, from its row."""
-    return {
-        "video": StoredObject(row.video_key, row.video_bytes, row.video_sha256),
-        "latents": StoredObject(row.latents_key, row.latents_bytes, row.latents_sha256),
-    }
+def record_objects(row: Any) -> tuple[StoredObject, StoredObject]:
+    """Video and latents of a finished generation, from its row."""
+    return (
+        StoredObject(row.video_key, row.video_bytes, row.video_sha256),
+        StoredObject(row.latents_key, row.latents_bytes, row.latents_sha256),
+    )

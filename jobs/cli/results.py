@@ -25,7 +25,9 @@ KINDS = ("video", "latents", "sidecar", "sheet")
 )
 @output_options
 @click.pass_context
-def results(ctx: click.Context, batch: str, output: Path, what: str, as_json: bool, quiet: bool, **options: Any) -> int:
+def results(
+    ctx: click.Context, /, batch: str, output: Path, what: str, as_json: bool, quiet: bool, **options: Any
+) -> int:
     """Download a batch's videos with a manifest. Files that are there already are kept; safe to run while it goes on."""
     from chorus_batch.jobs import statistics
     from chorus_batch.jobs.database import transaction

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Path(), help="With --wait: download the videos into this folder.")
 @output_options
 @click.pass_context
-def submit(ctx: click.Context, files: tuple[str, ...], **options: Any) -> int:
+def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int:
     """Submit files of prompts (CSV, TSV, TXT, JSONL; - is standard input) as one batch."""
     session = Session.of(ctx)
     from chorus_batch.jobs.cards.card import load_card
@@ -100,7 +100,11 @@ def _wait(session: Session, done: Submitted, options: dict[str, Any]) -> int:
     from chorus_batch.jobs.progress import exit_code, follow, line
 
     assert done.batch_id is not None
-    progress = follow(session.database, done.batch_id, look_after=lambda: ensure(session.asked) and None)
+
+    def look_after() -> None:
+        ensure(session.asked)  # a server that died is started again
+
+    progress = follow(session.database, done.batch_id, look_after=look_after)
     if options["output"]:
         from chorus_batch.jobs.cli.results import download
 
