@@ -16,7 +16,7 @@ class Request:
     """One video to make.
 
     `prompt` and `negative_prompt` are used as they are: who makes the request cleans them. `seed` is 0..2**63-1.
-    `domain_key` names everything that must be equal for reuse to be legal (engine design, section 1).
+    `domain_key` names everything that must be equal for reuse to be legal (README, "Method").
     """
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Boundaries of the stages: (K1, K2) = F(m; N), as data (engine design, section 2)."""
+"""Boundaries of the stages: (K1, K2) = F(m; N), as data (README, "Method")."""
 
 from __future__ import annotations
 

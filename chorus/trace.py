@@ -1,4 +1,4 @@
-"""What each generation records: counted, not estimated (engine design, section 8)."""
+"""What each generation records: counted, not estimated (README, "Method")."""
 
 from __future__ import annotations
 

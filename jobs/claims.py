@@ -12,7 +12,7 @@ from chorus_batch.jobs.storage import StoredObject
 
 @dataclass(frozen=True)
 class DomainRecord:
-    """One domain (engine design, section 1), as stored."""
+    """One domain (README, "Method"), as stored."""
 
     id: int
     key: str
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The trace of one finished job (engine design, section 8)."""
+    """The trace of one finished job (README, "Method")."""
 
     cache_result: CacheResult
     video: StoredObject

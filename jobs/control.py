@@ -13,8 +13,12 @@ _CHUNK = 5000
 
 
 def cancel(engine: Engine, batch_id: int) -> int:
-    """Give up a batch's unfinished jobs; running ones stop at their next step. Returns how many."""
-    _set_state(engine, batch_id, "cancelled")
+    """Give up a batch's unfinished jobs; running ones stop at their next step. Returns how many.
+
+    A batch that is over stays what it is.
+    """
+    if not _set_state(engine, batch_id, "cancelled"):
+        return 0
     cancelled = 0
     while True:
         with transaction(engine) as connection:
@@ -77,7 +81,9 @@ def retry(engine: Engine, batch_id: int, code: str | None = None) -> int:
                     RETURNING id, batch_id, source_job_id, priority, position
                 )
                 INSERT INTO queue (job_id, batch_id, source_job_id, priority, position, state, attempt)
-                SELECT id, batch_id, source_job_id, priority, position, 'ready',
+                SELECT id, batch_id, source_job_id, priority, position,
+                    (SELECT CASE state WHEN 'paused' THEN 'paused' ELSE 'ready' END FROM batches WHERE id = :batch)
+                        ::queue_state,
                     (SELECT max(attempt) FROM attempts a WHERE a.job_id = failed.id)
                 FROM failed
                 """
@@ -87,13 +93,15 @@ def retry(engine: Engine, batch_id: int, code: str | None = None) -> int:
         return restored.rowcount
 
 
-def _set_state(engine: Engine, batch_id: int, state: str) -> None:
+def _set_state(engine: Engine, batch_id: int, state: str) -> bool:
+    """Say what is wanted of a batch; False if it is over and there is nothing to cancel."""
+    update = """
+        UPDATE batches SET state = CAST(:state AS batch_state)
+        WHERE id = :batch AND (:state <> 'cancelled' OR EXISTS (SELECT FROM queue WHERE batch_id = :batch))
+    """
     with transaction(engine) as connection:
         _refuse_cancelled(connection, batch_id)
-        connection.execute(
-            text("UPDATE batches SET state = CAST(:state AS batch_state) WHERE id = :batch"),
-            {"state": state, "batch": batch_id},
-        )
+        return connection.execute(text(update), {"state": state, "batch": batch_id}).rowcount == 1
 
 
 def _refuse_cancelled(connection: Connection, batch_id: int) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
 import sqlalchemy
 from sqlalchemy import Connection, Engine, text
 
-from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.errors import DependencyDown, SettingsError
 
 # The oldest pgvector without the index corruption of 0.8.2 and the insert errors of 0.8.3 (its change log).
 OLDEST_PGVECTOR = (0, 8, 4)
@@ -18,8 +19,18 @@ HEAD = "0003"
 
 
 def driver_url(url: str) -> sqlalchemy.URL:
-    """The SQLAlchemy form (psycopg 3) of an ordinary `postgresql://` URL."""
-    return sqlalchemy.make_url(url).set(drivername="postgresql+psycopg")
+    """The SQLAlchemy form (psycopg 3) of an ordinary `postgresql://` URL. Raises SettingsError for another one."""
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        parsed = None
+    if parsed is None or parsed.get_backend_name() not in ("postgresql", "postgres"):
+        # Not shown: it holds a password.
+        raise SettingsError(
+            "database_url is not a postgresql:// URL",
+            hint="set CHORUS_DATABASE_URL to postgresql://user:password@host:5432/name",
+        )
+    return parsed.set(drivername="postgresql+psycopg")
 
 
 def connect(url: str, *, pool_size: int = 5) -> Engine:
@@ -43,9 +54,11 @@ def transaction(engine: Engine) -> Iterator[Connection]:
     try:
         with engine.begin() as connection:
             yield connection
-    except sqlalchemy.exc.OperationalError as error:
+    except (sqlalchemy.exc.OperationalError, psycopg.OperationalError) as error:
+        # The driver's own where code talks to it directly: COPY, vectors.
+        said = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
         raise DependencyDown(
-            f"database: {str(error.orig).strip()}", code="database", hint="run `chorus-batch doctor`"
+            f"database: {str(said).strip()}", code="database", hint="run `chorus-batch doctor`"
         ) from error
 
 

@@ -6,6 +6,7 @@ wakes up again its heartbeat tells it so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,21 @@ def heartbeat(connection: Connection, worker_id: str) -> set[tuple[int, int]] | 
     return {(row.job_id, row.attempt) for row in connection.execute(text(claims), {"id": worker_id})}
 
 
+def give_back(connection: Connection, worker_id: str, claims: Iterable[tuple[int, int]]) -> int:
+    """Put a living worker's claims, as (job, attempt), back into the queue; costs no tries. Returns how many it had."""
+    given = 0
+    for job_id, attempt in sorted(claims):
+        requeue = (
+            f"UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL"
+            " WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker"
+        )
+        fence = {"job": job_id, "attempt": attempt, "worker": worker_id}
+        if connection.execute(text(requeue), fence).rowcount == 1:
+            _end_attempt(connection, job_id, attempt, "released")
+            given += 1
+    return given
+
+
 def leave(connection: Connection, worker_id: str) -> None:
     """A worker goes in good order."""
     connection.execute(
@@ -73,13 +89,7 @@ def reap(connection: Connection, *, lease: float, max_deaths: int) -> Reaped:
     ).all()
     quarantined = 0
     for orphan in orphans:
-        connection.execute(
-            text(
-                "UPDATE attempts SET result = 'lost', ended_at = clock_timestamp()"
-                " WHERE job_id = :job AND attempt = :attempt AND result IS NULL"
-            ),
-            {"job": orphan.job_id, "attempt": orphan.attempt},
-        )
+        _end_attempt(connection, orphan.job_id, orphan.attempt, "lost")
         if orphan.deaths + 1 >= max_deaths:
             message = f"{orphan.deaths + 1} workers died while they ran it"
             give_up(connection, orphan.job_id, Outcome.quarantined, "worker_died", message)
@@ -90,6 +100,14 @@ def reap(connection: Connection, *, lease: float, max_deaths: int) -> Reaped:
             )
             connection.execute(text(requeue), {"job": orphan.job_id})
     return Reaped(requeued=len(orphans) - quarantined, quarantined=quarantined)
+
+
+def _end_attempt(connection: Connection, job_id: int, attempt: int, result: str) -> None:
+    update = (
+        "UPDATE attempts SET result = CAST(:result AS attempt_result), ended_at = clock_timestamp()"
+        " WHERE job_id = :job AND attempt = :attempt AND result IS NULL"
+    )
+    connection.execute(text(update), {"result": result, "job": job_id, "attempt": attempt})
 
 
 def live_workers(connection: Connection, lease: float) -> int:

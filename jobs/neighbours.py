@@ -49,7 +49,7 @@ class NeighbourSearch:
     def nearest(self, connection: Connection, claim: Claim, min_similarity: float) -> Neighbour | None:
         """The most similar live entry with similarity >= `min_similarity`, or None.
 
-        The same prompt with another seed is no neighbour (engine.md section 3), unless the row asks for it.
+        The same prompt with another seed is no neighbour (README, "Method"), unless the row asks for it.
         """
         space = claim.domain.space_id
         cast = ""

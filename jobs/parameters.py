@@ -72,7 +72,7 @@ def clean_prompt(text: str) -> str:
 def domain_key(parameters: Parameters, card: ModelCard, embedder_space: str) -> str:
     """sha256 (hex) over everything that must be equal for one video's latents to be of use to another.
 
-    That is the domain of engine.md section 1. The frame rate isn't part of it: latents don't depend on it.
+    That is the domain (README, "Method"). The frame rate isn't part of it: latents don't depend on it.
     """
     if parameters.model != card.name:
         raise ValueError(f"parameters are for {parameters.model!r}, the card is {card.name!r}")

@@ -144,7 +144,7 @@ class Limits:
     followers: int = 64  # of one source: one bad source must not spoil a whole batch
     arcs: int = 64  # nearest neighbors kept for each row
     exact: int = 50_000  # rows of a domain up to which every pair is compared
-    block: int = 20_000  # rows of a block of a larger domain
+    block: int = 10_000  # rows of a block of a larger domain
     search: int = 5_000  # rows of a block up to which local search is worth its time
     passes: int = 3  # of local search
 

@@ -66,7 +66,13 @@ def follow(
     from rich.progress import Progress as Bar
 
     began, told, console = time.monotonic(), 0.0, Console(stderr=True)
-    bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True)
+    bar = Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+    )
     away: float | None = None
     with bar if sys.stderr.isatty() else Bar(disable=True):
         task = bar.add_task("")

@@ -49,8 +49,8 @@ _PROGRESS = """
     SELECT b.id AS batch_id, b.name, b.state::text AS wanted, b.total,
         c.queued, c.running, c.done, c.failed, c.quarantined, c.cancelled,
         g.hits, g.exact_hits, g.steps_total, g.steps_skipped, g.seconds_compute, w.workers,
-        extract(epoch FROM coalesce(CASE WHEN c.queued + c.running = 0 THEN c.last END, clock_timestamp()) - b.created_at)
-            AS elapsed
+        extract(epoch FROM
+            coalesce(CASE WHEN c.queued + c.running = 0 THEN c.last END, clock_timestamp()) - b.created_at) AS elapsed
     FROM batches b
     CROSS JOIN LATERAL (
         SELECT count(*) FILTER (WHERE j.outcome IS NULL AND q.state IS DISTINCT FROM 'running') AS queued,
@@ -173,7 +173,8 @@ def job(connection: Connection, job_id: int) -> dict[str, Any]:
 def totals(connection: Connection, batch_id: int | None = None) -> dict[str, Any]:
     """Sums over the view `cache_hits_by_batch`: of one batch, or of all."""
     query = """
-        SELECT count(*) AS batches, coalesce(sum(jobs), 0)::bigint AS jobs, coalesce(sum(finished), 0)::bigint AS finished,
+        SELECT count(*) AS batches,
+            coalesce(sum(jobs), 0)::bigint AS jobs, coalesce(sum(finished), 0)::bigint AS finished,
             coalesce(sum(hits), 0)::bigint AS hits, coalesce(sum(semantic_hits), 0)::bigint AS semantic_hits,
             coalesce(sum(exact_hits), 0)::bigint AS exact_hits, coalesce(sum(misses), 0)::bigint AS misses,
             sum(hits)::double precision / nullif(sum(finished), 0) AS hit_rate,
@@ -216,29 +217,62 @@ def entries(connection: Connection, limit: int = 50) -> list[dict[str, Any]]:
     return [dict(row._mapping) for row in connection.execute(text(query), {"limit": limit})]
 
 
+# A function of the reader's own, gone with the transaction. Inside one that runs with its owner's rights Postgres lets
+# no statement change the role, not even from within a query (`SELECT set_config('role', ..)`).
+_RUN_AS_READER = """
+    CREATE OR REPLACE FUNCTION pg_temp.chorus_read(query text) RETURNS SETOF record LANGUAGE plpgsql SECURITY DEFINER
+    AS $$ BEGIN RETURN QUERY EXECUTE query; END $$
+"""
+
+
 def read_only_query(
     connection: Connection, query: str, timeout: float = 60.0
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Run a person's own SQL with the rights of `chorus_reader`, in a read-only transaction: (columns, rows).
 
+    `connection` is for this query alone: its transaction can't write any more. `timeout` in seconds.
     Raises UsageError with Postgres' message (and its position) for a query that fails or writes.
     """
     driver = connection.connection.driver_connection
     assert driver is not None
+    is_member = "SELECT FROM pg_roles WHERE rolname = 'chorus_reader' AND pg_has_role(oid, 'MEMBER')"
+    has_reader = driver.execute(is_member).fetchone() is not None
+    if has_reader:
+        driver.execute("SET LOCAL ROLE chorus_reader")
+        driver.execute(_RUN_AS_READER)
     driver.execute("SET TRANSACTION READ ONLY")
     driver.execute(f"SET LOCAL statement_timeout = {int(timeout * 1000)}")
-    if driver.execute(
-        "SELECT pg_has_role('chorus_reader', 'MEMBER') FROM pg_roles WHERE rolname = 'chorus_reader'"
-    ).fetchone():
-        driver.execute("SET LOCAL ROLE chorus_reader")
     try:
-        # Prepared: the extended protocol takes one statement, so none can follow that leaves the role.
-        cursor = driver.execute(query, prepare=True)
+        names, types = _described(driver, query)
+        if has_reader:
+            columns = ", ".join(f"c{n} {kind}" for n, kind in enumerate(types))
+            cursor = driver.execute(f"SELECT * FROM pg_temp.chorus_read(%s) AS result({columns})", (query,))
+        else:
+            cursor = driver.execute(query, prepare=True)
+        return names, cursor.fetchall()
     except psycopg.Error as error:
+        if driver.closed:
+            raise
         position = error.diag.statement_position
         where = f" (at character {position})" if position else ""
         message = error.diag.message_primary or str(error)
         raise UsageError(f"{message}{where}", code="sql", hint=error.diag.message_hint or "") from error
-    if cursor.description is None:
+
+
+def _described(driver: psycopg.Connection[Any], query: str) -> tuple[list[str], list[str]]:
+    """Names and types of a query's columns, without running it. A second statement behind it is a syntax error."""
+    try:
+        statement = query.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the query isn't text: {error.reason}", code="sql") from error
+    prepared = driver.pgconn.prepare(b"", statement)
+    if prepared.status == psycopg.pq.ExecStatus.COMMAND_OK:
+        prepared = driver.pgconn.describe_prepared(b"")
+    if prepared.status != psycopg.pq.ExecStatus.COMMAND_OK:
+        raise psycopg.errors.error_from_result(prepared, encoding="utf-8")
+    if not prepared.nfields:
         raise UsageError("the statement returns no rows", code="sql", hint="only queries can be run here")
-    return [column.name for column in cursor.description], cursor.fetchall()
+    names = [(prepared.fname(n) or b"").decode() for n in range(prepared.nfields)]
+    kinds = [(prepared.ftype(n), prepared.fmod(n)) for n in range(prepared.nfields)]
+    types = [driver.execute("SELECT format_type(%s, %s)", kind).fetchone() for kind in kinds]
+    return names, [row[0] for row in types if row]

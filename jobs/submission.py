@@ -8,7 +8,7 @@ import secrets
 import time
 import unicodedata
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import numpy as np
 import psycopg
 from psycopg.types.json import Jsonb
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import IntegrityError
 
 from chorus_batch.jobs import cache, plan
 from chorus_batch.jobs.database import transaction
@@ -24,6 +25,7 @@ from chorus_batch.jobs.embed import Embedder, make_embedder
 from chorus_batch.jobs.errors import Conflict
 from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected
 from chorus_batch.jobs.ingest.rows import IngestOptions, Note, Notes, Row, RowError, Source, file_sha256, read_batch
+from chorus_batch.jobs.ingest.spool import Spool, SpooledRow
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.parameters import Parameters, domain_key
 from chorus_batch.jobs.settings import Settings
@@ -82,6 +84,7 @@ class _Columns:
     priority: array[int] = field(default_factory=lambda: array("q"))
     prompt_keys: list[bytes] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)  # cleaned
+    given_ids: Collection[str] = ()  # that rows brought along
     _domain_codes: dict[Parameters, int] = field(default_factory=dict)
     _prompt_codes: dict[bytes, int] = field(default_factory=dict)
     _request_codes: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
@@ -122,28 +125,29 @@ def submit(
 ) -> Submitted:
     """Store the files' rows as one batch, or nothing.
 
-    Raises FileRejected if a file or (unless `on_invalid` is "row") a row isn't valid, and Conflict if the same files were
-    submitted before with the same options. `dry_run` stops before anything is stored, vectors of prompts excepted.
+    Raises FileRejected if a file or (unless `on_invalid` is "row") a row isn't valid, and Conflict if the same files
+    were submitted before with the same options. `dry_run` stops before anything is stored, vectors of prompts excepted.
     """
     files = [{"name": source.name, "sha256": file_sha256(source.path)} for source in sources]
     key = _submission_key(files, ingest, options)
     _refuse_known(engine, key)
     seconds: dict[str, float] = {}
-    with _timed(seconds, "read"):
-        columns, rejected, errors, notes = _read(sources, ingest, options)
-    embedder = make_embedder(settings.embedder)
-    with _timed(seconds, "embed"):
-        space_id, vectors = _embedded(engine, embedder, columns, options.cache)
-    with _timed(seconds, "plan"):
-        domain_ids = _domain_ids(engine, space_id, embedder.space, columns.domains, ingest)
-        planned = _planned(settings, engine, columns, vectors, domain_ids, ingest, options.cache)
-    forecast = _forecast(columns, planned, ingest)
-    name = options.name or _default_name(sources)
-    batch_id = None
-    if not dry_run:
-        with _timed(seconds, "store"):
-            batch = _Batch(key, files, options, name, domain_ids, columns, planned, forecast)
-            batch_id, name = _stored(engine, batch, sources, ingest)
+    with Spool() as spool:
+        with _timed(seconds, "read"):
+            columns, rejected, errors, notes = _read(sources, ingest, options, spool)
+        embedder = make_embedder(settings.embedder)
+        with _timed(seconds, "embed"):
+            space_id, vectors = _embedded(engine, embedder, columns, options.cache)
+        with _timed(seconds, "plan"):
+            domain_ids = _domain_ids(engine, space_id, embedder.space, columns.domains, ingest)
+            planned = _planned(settings, engine, columns, vectors, domain_ids, ingest, options.cache)
+        forecast = _forecast(columns, planned, ingest)
+        name = options.name or _default_name(sources)
+        batch_id = None
+        if not dry_run:
+            with _timed(seconds, "store"):
+                batch = _Batch(key, files, options, name, domain_ids, columns, spool, planned, forecast)
+                batch_id, name = _stored(engine, batch)
     return Submitted(batch_id, name, forecast, rejected, errors, notes, seconds)
 
 
@@ -179,17 +183,18 @@ def _refuse_known(engine: Engine, key: str) -> None:
 
 
 def _read(
-    sources: Sequence[Source], ingest: IngestOptions, options: SubmitOptions
+    sources: Sequence[Source], ingest: IngestOptions, options: SubmitOptions, spool: Spool
 ) -> tuple[_Columns, int, tuple[RowError, ...], tuple[Note, ...]]:
     columns, notes = _Columns(), Notes()
     errors: list[RowError] = []
     error_count = rejected = 0
     seen: dict[str, int] = {}
-    for source in sources:
+    for file, source in enumerate(sources):
         last = 0
         for item in read_batch(source, ingest, notes, seen):
             if isinstance(item, Row):
                 columns.add(item)
+                spool.add(file, item)
                 continue
             error_count += 1
             rejected += item.row != last
@@ -199,6 +204,7 @@ def _read(
     if error_count and (options.on_invalid == "file" or not len(columns)):
         hint = "correct the rows, or pass --on-invalid row to leave them out"
         raise FileRejected(errors, error_count, hint=hint)
+    columns.given_ids = seen
     return columns, rejected, tuple(errors), notes.summary()
 
 
@@ -334,6 +340,7 @@ class _Batch:
     name: str
     domain_ids: Sequence[int]
     columns: _Columns
+    spool: Spool
     planned: plan.Plan
     forecast: Forecast
 
@@ -364,30 +371,33 @@ _JOB_COLUMNS = {
 }
 
 
-def _stored(engine: Engine, batch: _Batch, sources: Sequence[Source], ingest: IngestOptions) -> tuple[int, str]:
+def _stored(engine: Engine, batch: _Batch) -> tuple[int, str]:
     """Everything in one transaction: the batch is there whole or not at all."""
-    try:
-        with transaction(engine) as connection:
-            name = _free_name(connection, batch)
-            batch_id = _insert_batch(connection, batch, name)
-            _copy_jobs(connection, batch, batch_id, sources, ingest)
-            connection.execute(
-                text(
-                    """
-                    INSERT INTO queue (job_id, batch_id, source_job_id, priority, position, state)
-                    SELECT id, batch_id, source_job_id, priority, position,
-                        (CASE WHEN source_job_id IS NULL THEN 'ready' ELSE 'waiting' END)::queue_state
-                    FROM jobs WHERE batch_id = :batch
-                    """
-                ),
-                {"batch": batch_id},
-            )
-    except Exception as error:
-        # Two submits of one file at once: the second finds the first only here.
-        if isinstance(error.__cause__ or error.__context__, psycopg.errors.UniqueViolation):
+    while True:
+        try:
+            with transaction(engine) as connection:
+                name = _free_name(connection, batch)
+                batch_id = _insert_batch(connection, batch, name)
+                _copy_jobs(connection, batch, batch_id)
+                connection.execute(
+                    text(
+                        """
+                        INSERT INTO queue (job_id, batch_id, source_job_id, priority, position, state)
+                        SELECT id, batch_id, source_job_id, priority, position,
+                            (CASE WHEN source_job_id IS NULL THEN 'ready' ELSE 'waiting' END)::queue_state
+                        FROM jobs WHERE batch_id = :batch
+                        """
+                    ),
+                    {"batch": batch_id},
+                )
+            return batch_id, name
+        except IntegrityError as error:
+            # Another submit was faster: of the same files (then this one is a conflict), or of others under the same
+            # name (then the next free one is taken). Either was invisible until it committed.
             _refuse_known(engine, batch.key)
-        raise
-    return batch_id, name
+            taken = error.orig.diag.constraint_name if isinstance(error.orig, psycopg.Error) else None
+            if taken != "uq_batches_name":
+                raise
 
 
 def _free_name(connection: Connection, batch: _Batch) -> str:
@@ -419,9 +429,7 @@ def _insert_batch(connection: Connection, batch: _Batch, name: str) -> int:
     return int(connection.execute(text(insert), values).scalar_one())
 
 
-def _copy_jobs(
-    connection: Connection, batch: _Batch, batch_id: int, sources: Sequence[Source], ingest: IngestOptions
-) -> None:
+def _copy_jobs(connection: Connection, batch: _Batch, batch_id: int) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
     with driver.cursor() as cursor:
@@ -429,54 +437,46 @@ def _copy_jobs(
             "SELECT nextval(pg_get_serial_sequence('jobs', 'id')) FROM generate_series(1, %s)", (len(batch.columns),)
         )
         ids = array("q", (row[0] for row in cursor))
-        # Enums have no fixed binary form in the driver: rows come in as text and are cast by the second statement.
         with cursor.copy(f"COPY jobs ({', '.join(_JOB_COLUMNS)}) FROM STDIN") as copy:
             copy.set_types(list(_JOB_COLUMNS.values()))
-            for values in _job_rows(batch, batch_id, ids, sources, ingest):
+            for values in _job_rows(batch, batch_id, ids):
                 copy.write_row(values)
 
 
-def _job_rows(
-    batch: _Batch, batch_id: int, ids: Sequence[int], sources: Sequence[Source], ingest: IngestOptions
-) -> Iterator[tuple[Any, ...]]:
+def _job_rows(batch: _Batch, batch_id: int, ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     columns = batch.columns
-    several = len(sources) > 1
-    planned = iter(batch.planned)
-    index = 0
-    seen: dict[str, int] = {}
-    for file, source in enumerate(sources):
-        for row in read_batch(source, ingest, seen=seen):
-            if isinstance(row, RowError):
-                continue
-            part = next(planned)
-            yield (
-                ids[index],
-                batch_id,
-                file,
-                row.row,
-                row.repeat,
-                row.line,
-                row.external_id or _own_id(row, file if several else None),
-                row.prompt,
-                columns.prompt_keys[columns.prompt[index]],
-                batch.domain_ids[columns.domain[index]],
-                row.seed,
-                row.parameters.fps,
-                row.reuse,
-                row.priority,
-                row.output_name,
-                Jsonb(row.extra) if row.extra else None,
-                part.role,
-                None if part.source is None else ids[part.source],
-                part.entry,
-                None if part.fallback is None else ids[part.fallback],
-                part.similarity,
-                part.position,
-            )
-            index += 1
+    several = len(batch.files) > 1
+    for index, (row, part) in enumerate(zip(batch.spool, batch.planned, strict=True)):
+        yield (
+            ids[index],
+            batch_id,
+            row.file,
+            row.row,
+            row.repeat,
+            row.line,
+            row.external_id or _own_id(row, several, columns.given_ids),
+            row.prompt,
+            columns.prompt_keys[columns.prompt[index]],
+            batch.domain_ids[columns.domain[index]],
+            row.seed,
+            row.fps,
+            row.reuse,
+            row.priority,
+            row.output_name,
+            Jsonb(row.extra) if row.extra else None,
+            part.role,
+            None if part.source is None else ids[part.source],
+            part.entry,
+            None if part.fallback is None else ids[part.fallback],
+            part.similarity,
+            part.position,
+        )
 
 
-def _own_id(row: Row, file: int | None) -> str:
-    """An id for a row whose file gives none."""
-    where = f"row-{row.row:06}" if file is None else f"file-{file + 1}-row-{row.row:06}"
-    return f"{where}-{row.repeat + 1}" if row.repeat else where
+def _own_id(row: SpooledRow, several_files: bool, given: Collection[str]) -> str:
+    """An id for a row whose file gives none, unlike every id that the files give."""
+    own = f"file-{row.file + 1}-row-{row.row:06}" if several_files else f"row-{row.row:06}"
+    own = f"{own}-{row.repeat + 1}" if row.repeat else own
+    while own in given:
+        own = f"own-{own}"
+    return own

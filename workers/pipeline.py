@@ -41,10 +41,11 @@ class Pipeline:
 
     def claim(self, phases: Phases) -> Claim | None:
         """The next job, or None."""
-        with phases.timed("claim"), transaction(self._runtime.database) as connection:
-            claim = queue.claim(connection, self._runtime.worker_id, self._runtime.held.ids())
-        if claim is not None:
-            self._heartbeat.holds(claim)
+        with self._heartbeat.claiming():
+            with phases.timed("claim"), transaction(self._runtime.database) as connection:
+                claim = queue.claim(connection, self._runtime.worker_id, self._runtime.held.ids())
+            if claim is not None:
+                self._heartbeat.holds(claim)
         return claim
 
     def drain(self) -> bool:
@@ -53,8 +54,9 @@ class Pipeline:
 
     def run(self, claim: Claim, phases: Phases) -> None:
         """Bring one job to its end, or back into the queue. Raises DependencyDown if a server is away."""
+        notes: list[str] = []
         try:
-            self._publisher.publish(self._linked(claim, phases) or self._generated(claim, phases))
+            self._publisher.publish(self._linked(claim, phases, notes) or self._generated(claim, phases, notes))
         except Stopped:
             self._end(claim)
         except ClaimLost as error:
@@ -95,12 +97,12 @@ class Pipeline:
         except ClaimLost as error:
             log.warning("%s", error)
         except DependencyDown as error:
-            # What couldn't be told now is told by the lease: the job is taken back when it runs out.
+            # The heartbeat finds the claim when the database is back, and gives it back.
             log.warning("job %s: %s", claim.job_id, error)
         finally:
             self._heartbeat.drops(claim)
 
-    def _linked(self, claim: Claim, phases: Phases) -> Finished | None:
+    def _linked(self, claim: Claim, phases: Phases, notes: list[str]) -> Finished | None:
         """The same request's finished objects, if they are still there."""
         if claim.cache is CacheMode.off:
             return None
@@ -116,6 +118,7 @@ class Pipeline:
                         raise ObjectCorrupt(f"{stored.key} is not what was stored")
             except (ObjectMissing, ObjectCorrupt) as error:
                 log.warning("job %s: can't link job %s: %s", claim.job_id, found.job_id, error)
+                notes.append(f"the same request's job {found.job_id} has lost an object ({error.code}): made again")
                 return None
         record = GenerationRecord(
             cache_result=CacheResult.exact,
@@ -128,8 +131,7 @@ class Pipeline:
         )
         return Finished(claim, record, phases)
 
-    def _generated(self, claim: Claim, phases: Phases) -> Finished:
-        notes: list[str] = []
+    def _generated(self, claim: Claim, phases: Phases, notes: list[str]) -> Finished:
         loaded = self._runtime.model(claim.domain)
         settings = _settings(claim)
         reuse, neighbour = self._reuse(claim, loaded, phases, notes)

@@ -90,11 +90,12 @@ class Publisher:
                 log.warning("%s; its result is dropped", error)
                 return self._sweep(claim)
             except DependencyDown as error:
-                if time.monotonic() + pause > until:
+                # A worker that was told to stop has seconds, not the store's patience.
+                if self._runtime.stopping.is_set() or time.monotonic() + pause > until:
                     log.error("job %s: %s; given back", claim.job_id, error)
                     return self._give_back(claim)
                 log.warning("job %s: %s; trying again in %.1f s", claim.job_id, error, pause)
-                time.sleep(pause)
+                self._runtime.stopping.wait(pause)
                 pause = min(2 * pause, 10.0)
             except ChorusBatchError as error:
                 return self._fail(claim, error.code, str(error))
@@ -141,7 +142,7 @@ class Publisher:
             with transaction(self._runtime.database) as connection:
                 queue.release(connection, claim)
         except DependencyDown as error:
-            # The lease does it: this worker's heartbeat can't get through either.
+            # The heartbeat finds the claim when the database is back, and gives it back.
             log.warning("job %s: %s", claim.job_id, error)
 
     def _sweep(self, claim: Claim) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from celery.worker import state
+from sqlalchemy import Connection
 
 from chorus_batch.jobs import leases, queue
 from chorus_batch.jobs.database import connect, transaction
@@ -27,6 +29,7 @@ class Reconciler(threading.Thread):
         self._settings = settings
         self._wake = wake
         self._stopping = threading.Event()
+        self._blind_until = 0.0  # of time.monotonic
 
     def run(self) -> None:
         """Until stopped; a server that is away is tried again."""
@@ -34,7 +37,7 @@ class Reconciler(threading.Thread):
         while not self._stopping.wait(self._settings.poll_interval):
             try:
                 with transaction(engine) as connection:
-                    reaped = leases.reap(connection, lease=self._settings.lease, max_deaths=self._settings.max_deaths)
+                    reaped = self._reap(connection)
                     idle = not state.active_requests and not state.reserved_requests
                     work = idle and queue.ready_exists(connection)
                 if reaped.requeued or reaped.quarantined:
@@ -43,10 +46,17 @@ class Reconciler(threading.Thread):
                     self._wake()
             except DependencyDown as error:
                 log.warning("%s", error)
+                self._blind_until = time.monotonic() + self._settings.lease
             except Exception:
                 # This thread is the safety net: whatever happened now must not take it away.
                 log.exception("reconciler")
         engine.dispose()
+
+    def _reap(self, connection: Connection) -> leases.Reaped:
+        if time.monotonic() < self._blind_until:
+            # While the database was away nobody could give a sign of life: everyone gets a lease to do so.
+            return leases.Reaped(requeued=0, quarantined=0)
+        return leases.reap(connection, lease=self._settings.lease, max_deaths=self._settings.max_deaths)
 
     def stop(self) -> None:
         """Ask the thread to end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,8 +82,10 @@ def _size(latents: Mapping[int, torch.Tensor]) -> int:
 class Runtime:
     """One process on one device. Cheap to make: the database is met by `start`, models load when first needed."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, slot: str | None = None) -> None:
+        """`slot`: see Heartbeat; left out, it is one that nobody was ever in."""
         self.settings = settings
+        self._slot = slot or uuid.uuid4().hex
         self.stopping = threading.Event()
         self.database: sqlalchemy.Engine = connect(settings.database_url)
         self.store = ObjectStore.from_settings(settings)
@@ -101,7 +104,9 @@ class Runtime:
         """Enter the list of workers. May be called again."""
         if self.heartbeat is None:
             self.store.ensure_bucket()
-            heartbeat = Heartbeat(self.database, device=self._device(), interval=self.settings.heartbeat_interval)
+            heartbeat = Heartbeat(
+                self.database, slot=self._slot, device=self._device(), interval=self.settings.heartbeat_interval
+            )
             heartbeat.enter()
             self.heartbeat = heartbeat
 

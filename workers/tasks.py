@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import socket
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from chorus_batch.jobs.dispatch import WAKE
 from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.local.process import Process
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.workers.app import app
 from chorus_batch.workers.phases import Phases
@@ -30,8 +33,18 @@ _pipeline: Pipeline | None = None
 def enter(settings: Settings) -> None:
     """Called once in the process that will hold the model."""
     global _runtime
-    _runtime = Runtime(settings)
+    _runtime = Runtime(settings, slot=_slot())
     _runtime.preload()
+
+
+def _slot() -> str:
+    """Names the Celery parent: it has one child at a time and replaces one that died.
+
+    With its start and boot, for in two containers of one host both parents may have the same id and host name.
+    """
+    parent = Process.find(os.getppid())
+    started = f":{parent.boot}:{parent.started}" if parent is not None else ""
+    return f"{socket.gethostname()}:{os.getppid()}{started}"
 
 
 def leave() -> None:

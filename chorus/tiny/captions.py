@@ -89,20 +89,26 @@ def caption(
 
 
 def _compose(scene: Scene, rng: np.random.Generator, template: str, *, vary: bool, say_size: bool) -> str:
+    # Everything is drawn, said or not: so scenes that differ in one attribute get the same words for all others.
     def word(options: tuple[str, ...]) -> str:
-        return _pick(rng, options) if vary else options[0]
+        chosen = _pick(rng, options)
+        return chosen if vary else options[0]
 
-    adjectives = [word(SIZE_WORDS[scene.size])] if say_size else []
-    if scene.texture != "plain" or (vary and rng.random() < 0.15):
-        adjectives.append(word(TEXTURE_WORDS[scene.texture]))
-    noun = " ".join([*adjectives, scene.colour, word(SHAPE_WORDS[scene.shape])])
+    size, texture, shape = (
+        word(SIZE_WORDS[scene.size]),
+        word(TEXTURE_WORDS[scene.texture]),
+        word(SHAPE_WORDS[scene.shape]),
+    )
+    pattern = word(PATTERN_WORDS[scene.pattern])
+    say_texture, say_pattern = (vary and rng.random() < share for share in (0.15, 0.1))
+    verb, participle = MOTION_WORDS[scene.motion][int(3 * rng.random()) if vary else 0]
     beside = ""
     if scene.neighbour is not None:
-        beside = f" next to a small {scene.neighbour.colour} {word(SHAPE_WORDS[scene.neighbour.shape])}"
-    verb, participle = MOTION_WORDS[scene.motion][int(rng.integers(3)) if vary else 0]
-    ground = scene.background
-    if scene.pattern != "plain" or (vary and rng.random() < 0.1):
-        ground = f"{word(PATTERN_WORDS[scene.pattern])} {ground}"
+        near_shape = word(SHAPE_WORDS[scene.neighbour.shape])
+        beside = f" next to a small {scene.neighbour.colour} {near_shape}"
+    adjectives = [size] * say_size + [texture] * (say_texture or scene.texture != "plain")
+    noun = " ".join([*adjectives, scene.colour, shape])
+    ground = f"{pattern} {scene.background}" if say_pattern or scene.pattern != "plain" else scene.background
     return template.format(
         o=f"{_article(noun)} {noun}{beside}",
         n=f"{noun}{beside}",
@@ -118,4 +124,4 @@ def _article(words: str) -> str:
 
 
 def _pick(rng: np.random.Generator, options: tuple[str, ...]) -> str:
-    return options[int(rng.integers(len(options)))]
+    return options[int(rng.random() * len(options))]

@@ -55,7 +55,16 @@ def sample(
     shift: float = 3.0,
 ) -> torch.Tensor:
     """Plain Euler from `noise` at sigma 1 to latents at sigma 0."""
-    x, sigmas = noise, sigma_grid(steps, shift).to(noise.device)
-    for now, then in pairwise(sigmas):
+    return walk(model, noise, text, empty, sigma_grid(steps, shift), guidance)[-1]
+
+
+@torch.no_grad()
+def walk(
+    model: Any, x: torch.Tensor, text: torch.Tensor, empty: torch.Tensor, sigmas: torch.Tensor, guidance: float
+) -> list[torch.Tensor]:
+    """Every point of the Euler walk from `x` at the first sigma to the last: len(sigmas) of them, `x` included."""
+    points = [x]
+    for now, then in pairwise(sigmas.to(x.device)):
         x = x + (then - now) * guided(model, x, now.expand(len(x)), text, empty, guidance)
-    return x
+        points.append(x)
+    return points

@@ -15,7 +15,7 @@ from chorus_batch.jobs.parameters import Parameters
 
 CARDS = Path(__file__).parent
 
-Boundary = tuple[float, int, int]  # (m_from, k1, k2): engine.md section 2
+Boundary = tuple[float, int, int]  # (m_from, k1, k2): README, "Method"
 
 
 @dataclass(frozen=True)

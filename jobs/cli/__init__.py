@@ -1,11 +1,12 @@
 """The command line: `chorus-batch`. Commands hold no logic; each lives in the module named for its noun.
 
-Modules are imported when their command is called for, and heavy imports stay inside functions: `--help` answers at once.
+Modules are imported when their command is called for, heavy imports stay inside functions: `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from types import FrameType
@@ -92,8 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # `chorus-batch jobs B | head`: the reader has seen enough.
-        sys.stderr.close()
+        # `chorus-batch jobs B | head`: the reader has seen enough. What is still buffered goes nowhere, quietly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
         if verbose:

@@ -13,9 +13,11 @@ from chorus_batch.jobs.cli.session import Session, output_options, plain, print_
 if TYPE_CHECKING:
     from chorus_batch.jobs.statistics import Progress
 
+STATES = ("waiting", "ready", "paused", "running", "done", "failed", "quarantined", "cancelled")
+
 
 @click.command("list")
-@click.option("--limit", default=50, show_default=True, help="How many, the newest first.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many, the newest first.")
 @output_options
 @click.pass_context
 def list_(ctx: click.Context, limit: int, as_json: bool, quiet: bool) -> None:
@@ -48,7 +50,7 @@ def status(ctx: click.Context, batch: str, watch: bool, as_json: bool, quiet: bo
     if as_json:
         print_json(asdict(progress))
     else:
-        click.echo(progress.state if quiet else line(progress))
+        click.echo(progress.batch_id if quiet else line(progress))
 
 
 @click.command()
@@ -72,7 +74,7 @@ def wait(ctx: click.Context, batch: str, timeout: float | None, as_json: bool, q
 
 @click.command()
 @click.argument("batch")
-@click.option("--state", help="Only jobs in this state.")
+@click.option("--state", type=click.Choice(STATES), help="Only jobs in this state.")
 @click.option("--code", help="Only jobs with this error code.")
 @output_options
 @click.pass_context

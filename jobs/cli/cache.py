@@ -31,7 +31,7 @@ def stats(ctx: click.Context, as_json: bool, quiet: bool) -> None:
 
 
 @cache.command("ls")
-@click.option("--limit", default=50, show_default=True, help="How many entries.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many entries.")
 @output_options
 @click.pass_context
 def ls(ctx: click.Context, limit: int, as_json: bool, quiet: bool) -> None:

@@ -28,7 +28,7 @@ KINDS = ("video", "latents", "sidecar", "sheet")
 def results(
     ctx: click.Context, /, batch: str, output: Path, what: str, as_json: bool, quiet: bool, **options: Any
 ) -> int:
-    """Download a batch's videos with a manifest. Files that are there already are kept; safe to run while it goes on."""
+    """Download a batch's videos with a manifest. Files that are there are kept; safe to run while it goes on."""
     from chorus_batch.jobs import statistics
     from chorus_batch.jobs.database import transaction
     from chorus_batch.jobs.errors import UsageError

@@ -6,12 +6,12 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import UUID
 
 import click
 
@@ -20,6 +20,7 @@ from chorus_batch.jobs.settings import Settings, load_settings
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+_UNFOLDED = 1 << 16  # columns
 SCHEMA_VERSION = 1  # of everything that --json prints; raised when a field changes its meaning or goes
 
 _C = TypeVar("_C", bound=Callable[..., Any])
@@ -72,28 +73,35 @@ def print_json(value: Any) -> None:
 
 def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
     """Rows as a table; `columns` maps a row's key to the title."""
+    import sys
+
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in columns.values():
-        table.add_column(title, overflow="fold")
+        table.add_column(Text(title), overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[key]) for key in columns))
-    Console().print(table)
+        # As Text: brackets in a prompt are no markup.
+        table.add_row(*(Text(_cell(row[key])) for key in columns))
+    # Lines are folded for a person's screen only, never for the next program of a pipe.
+    Console(width=None if sys.stdout.isatty() else _UNFOLDED).print(table)
 
 
 def plain(value: Any) -> Any:
     """What JSON lacks, as text."""
-    if isinstance(value, datetime | date):
+    if isinstance(value, datetime | date | time):
         return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return int(value) if value.is_finite() and value % 1 == 0 else float(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, bytes | memoryview):
         return bytes(value).hex()
-    if isinstance(value, UUID | Path):
-        return str(value)
-    return float(value)
+    return str(value)
 
 
 def _cell(value: Any) -> str:

@@ -13,10 +13,11 @@ from chorus_batch.chorus.tiny.checkpoint import load_transformer
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.decoder import DetailDecoder, SharpCodec
 from chorus_batch.chorus.tiny.distill import Distillation, Distiller
-from chorus_batch.chorus.tiny.evaluate import draw_questions, interval
+from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_questions, interval
 from chorus_batch.chorus.tiny.features import BatchEncoder
 from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized
+from chorus_batch.chorus.tiny.pairs import KINDS, draw_pairs, reuse_shares
 from chorus_batch.chorus.tiny.processes import Processes
 from chorus_batch.chorus.tiny.train import Trainer, Training, parse, split_parameters
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
@@ -197,3 +198,24 @@ def test_held_out_questions_ask_what_training_never_drew() -> None:
 def test_the_interval_is_wilsons() -> None:
     low, high = interval(0.9, 100)
     assert (round(low, 3), round(high, 3)) == (0.826, 0.945)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_differ_in_one_attribute_and_its_words(kind: str) -> None:
+    for pair in draw_pairs(kind, 20, 0):
+        source, target = pair.source, pair.target
+        assert [n for n in vars(source.scene) if getattr(source.scene, n) != getattr(target.scene, n)] == [kind]
+        # An article, and the words for the attribute: "rises" against "bounces up and down", none against "striped".
+        changed = set(source.caption.split()) ^ set(target.caption.split())
+        assert 0 < len(changed - {"a", "an"}) <= 8
+
+
+def test_reusing_no_step_is_plain_generation(small: Path, codec: SharpCodec) -> None:
+    generator = Generator(load_transformer(small), codec, BatchEncoder())
+    sampling = Sampling(steps=2, guidance=1.0, seed=5)
+    pairs = draw_pairs("colour", 2, 0)
+    shares = reuse_shares(generator, pairs, sampling, [0, 2])
+    plain = generator.evaluate([p.target for p in pairs], sampling).shares()
+    assert shares[0]["changed"] == plain["colour"]
+    assert shares[0]["all"] == plain["all"]
+    assert set(shares) == {0, 2}

@@ -423,7 +423,7 @@ def test_wrong_openai_requests(read, change, column):
     assert isinstance(good, Row) and (error.code, error.column) == ("openai_request", column)
 
 
-# Files of others (peers.md, section 4)
+# Files of others
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""How much of a trajectory another prompt may reuse, by kind of difference: `python -m chorus_batch.chorus.tiny.pairs`.
+
+Each pair of prompts differs in one attribute. The second prompt starts from the point that the first had reached after
+K1 steps and walks the rest alone, without any repair: the yardstick for everything that is meant to do better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .captions import caption
+from .checker import ATTRIBUTES, read_videos
+from .checkpoint import load_transformer
+from .codec import CHANNELS, PATCH
+from .evaluate import Generator, Question, Sampling, load_codec
+from .features import BatchEncoder
+from .flow import sigma_grid, walk
+from .world import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TEXTURES, Curriculum, Scene, draw_scenes, is_held_out
+
+KINDS = {
+    "colour": tuple(COLOURS),
+    "background": tuple(BACKGROUNDS),
+    "motion": MOTIONS,
+    "shape": SHAPES,
+    "texture": TEXTURES,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two questions in the same words, but for what tells `kind`."""
+
+    kind: str
+    source: Question
+    target: Question
+
+
+def draw_pairs(kind: str, count: int, seed: int, curriculum: Curriculum | None = None) -> list[Pair]:
+    """Pairs from seeds that training does not use."""
+    rng = np.random.default_rng((seed, 77, list(KINDS).index(kind)))
+    pairs: list[Pair] = []
+    while len(pairs) < count:
+        source = draw_scenes(1, rng, curriculum)[0]
+        changed = _changed(source, kind, rng)
+        wording = int(rng.integers(2**31))
+        questions = [Question(s, caption(s, np.random.default_rng(wording))) for s in (source, changed)]
+        pairs.append(Pair(kind, *questions))
+    return pairs
+
+
+def _changed(scene: Scene, kind: str, rng: np.random.Generator) -> Scene:
+    while True:
+        value = KINDS[kind][int(rng.integers(len(KINDS[kind])))]
+        colour = value if kind == "colour" else scene.colour
+        background = value if kind == "background" else scene.background
+        shape = value if kind == "shape" else scene.shape
+        near = scene.neighbour.colour if scene.neighbour else ""
+        if value == getattr(scene, kind) or colour == background or near in (colour, background):
+            continue
+        if not is_held_out(colour, shape):
+            return replace(scene, **{kind: value})
+
+
+@torch.no_grad()
+def reuse_shares(
+    generator: Generator, pairs: Sequence[Pair], sampling: Sampling, depths: Sequence[int]
+) -> dict[int, dict[str, float]]:
+    """By K1: the share of targets right in the changed attribute, in the other four, and in all five."""
+    side = sampling.canvas // PATCH
+    noise = torch.randn(len(pairs), CHANNELS, 3, side, side, generator=torch.Generator().manual_seed(sampling.seed)).to(
+        generator.encoder.device
+    )
+    empty = generator.encoder.encode_all([""])
+    sources, targets = (
+        generator.encoder.encode_all([getattr(p, end).caption for p in pairs]) for end in ("source", "target")
+    )
+    sigmas = sigma_grid(sampling.steps, sampling.shift)
+    path = walk(generator.model, noise, sources, empty, sigmas, sampling.guidance)
+    shares = {}
+    for depth in depths:
+        latents = walk(generator.model, path[depth], targets, empty, sigmas[depth:], sampling.guidance)[-1]
+        readings = read_videos(generator.codec.decode(latents))
+        agreed = [r.agrees(p.target.scene) for r, p in zip(readings, pairs, strict=True)]
+        shares[depth] = _shares(agreed, [p.kind for p in pairs])
+    return shares
+
+
+def _shares(agreed: Sequence[dict[str, bool]], kinds: Sequence[str]) -> dict[str, float]:
+    five = ATTRIBUTES[:5]
+    changed = [a[k] for a, k in zip(agreed, kinds, strict=True)]
+    kept = [all(a[n] for n in five if n != k) for a, k in zip(agreed, kinds, strict=True)]
+    return {
+        "changed": float(np.mean(changed)),
+        "kept": float(np.mean(kept)),
+        "all": float(np.mean([a and b for a, b in zip(changed, kept, strict=True)])),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command: a JSON line for each kind and depth."""
+    parser = argparse.ArgumentParser(description="Accuracy against reused steps, by kind of difference.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--codec", type=Path, required=True)
+    parser.add_argument("--decoder", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--depths", nargs="+", type=int, default=[0, 4, 8, 12, 14, 16])
+    parser.add_argument("--count", type=int, default=32, help="pairs of each kind")
+    parser.add_argument("--canvas", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=2.5)
+    parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    generator = Generator(load_transformer(options.model), load_codec(options.codec, options.decoder), BatchEncoder())
+    sampling = Sampling(options.canvas, options.steps, options.guidance, options.shift, options.seed)
+    for kind in options.kinds:
+        shares = reuse_shares(generator, draw_pairs(kind, options.count, options.seed), sampling, options.depths)
+        for depth, row in shares.items():
+            rounded = {name: round(value, 3) for name, value in row.items()}
+            print(json.dumps({"kind": kind, "k1": depth} | rounded | {"count": options.count}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
