@@ -54,8 +54,11 @@ def _database(settings: Settings) -> Finding:
     from chorus_batch.jobs.database import check_versions, connect, ensure_schema
 
     engine = connect(settings.database_url)
-    ensure_schema(engine)
-    problems = check_versions(engine)
+    try:
+        ensure_schema(engine)
+        problems = check_versions(engine)
+    finally:
+        engine.dispose()
     return Finding("database", not problems, "; ".join(problems) or "schema and pgvector are current")
 
 

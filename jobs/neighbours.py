@@ -27,16 +27,17 @@ class Neighbour:
 
 
 # The uncast column has no vector index: the domain's rows are found by B-tree and compared exactly. The cast one
-# matches the approximate index of its space (cache.register_space).
+# matches the approximate index of its space (cache.register_space). The prompt's vector is a scalar sub-query: an index
+# orders by the distance to one value, not to the column of a joined table.
 _QUERY = """
-    SELECT e.id, e.job_id, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> q.embedding{cast}) AS m
-    FROM cache_entries e,
-        (SELECT embedding FROM embeddings WHERE space_id = :space AND prompt_key = :prompt_key) q
+    SELECT e.id, e.job_id, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> {vector}{cast}) AS m
+    FROM cache_entries e
     WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL
         AND (:same_prompt OR e.prompt_key <> :prompt_key) AND NOT (e.prompt_key = :prompt_key AND e.seed = :seed)
-    ORDER BY e.embedding{cast} <=> q.embedding{cast}
+    ORDER BY e.embedding{cast} <=> {vector}{cast}
     LIMIT 1
 """
+_VECTOR = "(SELECT embedding FROM embeddings WHERE space_id = :space AND prompt_key = :prompt_key)"
 
 
 @dataclass
@@ -62,7 +63,7 @@ class NeighbourSearch:
             connection.execute(text("SET LOCAL hnsw.iterative_scan = strict_order"))
             connection.execute(text("SET LOCAL hnsw.ef_search = 100"))
         # The space is written out: a partial index is only matched by a constant.
-        query = _QUERY.format(cast=cast, space=int(space))
+        query = _QUERY.format(cast=cast, space=int(space), vector=_VECTOR)
         values = {
             "space": space,
             "domain": claim.domain.id,
@@ -71,7 +72,7 @@ class NeighbourSearch:
             "same_prompt": claim.reuse is Reuse.force,
         }
         row = connection.execute(text(query.replace("::", r"\:\:")), values).one_or_none()
-        if row is None or row.m < min_similarity:
+        if row is None or row.m is None or row.m < min_similarity:
             return None
         return Neighbour(
             row.id, row.job_id, row.m, tuple(row.steps), StoredObject(row.object_key, row.size, row.sha256)

@@ -19,6 +19,8 @@ from chorus_batch.jobs.errors import SettingsError
 
 Profile = Literal["local", "production"]
 
+BROKERS = ("redis", "rediss", "redis+socket", "amqp", "amqps")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,7 +30,7 @@ class Settings:
     data_dir: Path = Path()
     # Addresses: in the local profile filled in by jobs.local, in production given by the person.
     database_url: str = ""  # postgresql://user:password@host:port/name (psycopg 3)
-    broker_url: str = ""  # redis://, redis+socket://, amqp://
+    broker_url: str = ""  # see BROKERS
     s3_endpoint: str = ""  # host:port
     s3_access_key: str = ""
     s3_secret_key: str = ""
@@ -55,6 +57,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.profile not in get_args(Profile):
             raise SettingsError(f"profile is {self.profile!r}", hint="use local or production")
+        scheme = self.broker_url.partition("://")[0]
+        if self.broker_url and scheme not in BROKERS:
+            # Not shown: it may hold a password.
+            raise SettingsError(
+                "broker_url is not the URL of a broker",
+                hint=f"set CHORUS_BROKER_URL to one of {', '.join(f'{known}://' for known in BROKERS)}",
+            )
         if self.lease < 2 * self.heartbeat_interval:
             raise SettingsError(
                 f"lease ({self.lease} s) is shorter than two heartbeats ({self.heartbeat_interval} s each)",

@@ -41,8 +41,20 @@ COMMANDS = {
 }
 
 
+class _ReaderGone(Exception):
+    """Standard output was closed. A class of its own, for click would end with exit code 1."""
+
+
 class _Commands(click.Group):
     """Imports a command's module when the command is needed, not before."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -92,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
+    except _ReaderGone:
         # `chorus-batch jobs B | head`: the reader has seen enough. What is still buffered goes nowhere, quietly.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

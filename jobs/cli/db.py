@@ -27,19 +27,18 @@ def upgrade(ctx: click.Context) -> None:
 @click.pass_context
 def current(ctx: click.Context) -> None:
     """Show the schema's revision, and the one that this program needs."""
-    from chorus_batch.jobs.database import HEAD, connect, current_revision
+    from chorus_batch.jobs.database import HEAD, current_revision
 
-    engine = connect(Session.of(ctx).settings.database_url)
-    click.echo(f"{current_revision(engine) or 'empty'} (needed: {HEAD})")
+    click.echo(f"{current_revision(Session.of(ctx).engine) or 'empty'} (needed: {HEAD})")
 
 
 @db.command()
 @click.pass_context
 def check(ctx: click.Context) -> None:
     """Check revision and pgvector's version; exit 6 if either won't do."""
-    from chorus_batch.jobs.database import check_versions, connect
+    from chorus_batch.jobs.database import check_versions
 
-    problems = check_versions(connect(Session.of(ctx).settings.database_url))
+    problems = check_versions(Session.of(ctx).engine)
     if problems:
         raise DependencyDown("; ".join(problems), code="database", hint="`chorus-batch db upgrade`")
     click.echo("ok")

@@ -40,7 +40,14 @@ class Session:
             level=logging.INFO if ctx.obj["verbose"] else logging.ERROR,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        return cls(load_settings(data_dir=Path(given) if given else None))
+        session = cls(load_settings(data_dir=Path(given) if given else None))
+        ctx.call_on_close(session.close)
+        return session
+
+    def close(self) -> None:
+        """Give back the connections; called when the command ends."""
+        if "engine" in self.__dict__:
+            self.engine.dispose()
 
     @cached_property
     def settings(self) -> Settings:
@@ -50,13 +57,19 @@ class Session:
         return ensure(self.asked)
 
     @cached_property
-    def database(self) -> Engine:
-        """An engine on an upgraded schema."""
-        from chorus_batch.jobs.database import connect, ensure_schema
+    def engine(self) -> Engine:
+        """The database with whatever schema it has."""
+        from chorus_batch.jobs.database import connect
 
-        engine = connect(self.settings.database_url)
-        ensure_schema(engine)
-        return engine
+        return connect(self.settings.database_url)
+
+    @cached_property
+    def database(self) -> Engine:
+        """The database with its schema upgraded."""
+        from chorus_batch.jobs.database import ensure_schema
+
+        ensure_schema(self.engine)
+        return self.engine
 
 
 def output_options(command: _C) -> _C:
@@ -111,4 +124,8 @@ def _cell(value: Any) -> str:
         return f"{value:.3f}"
     if isinstance(value, datetime):
         return value.isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, dict | list):
+        return json.dumps(value, default=plain, ensure_ascii=False)
+    if isinstance(value, bytes | memoryview):
+        return str(plain(value))
     return str(value)

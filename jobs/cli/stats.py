@@ -69,12 +69,19 @@ def sql(ctx: click.Context, query: str, shape: str) -> None:
 def _print_csv(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     import csv
 
-    from chorus_batch.jobs.ingest.spreadsheet import safe_cell
+    from chorus_batch.jobs.spreadsheet import safe_cell
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([safe_cell(column) for column in columns])
     for row in rows:
-        writer.writerow([safe_cell(value) for value in row])
+        writer.writerow([safe_cell(_in_csv(value)) for value in row])
+
+
+def _in_csv(value: Any) -> Any:
+    """JSON as JSON and bytes in hexadecimal, not as Python writes them."""
+    if isinstance(value, dict | list | bool):
+        return json.dumps(value, default=plain, ensure_ascii=False)
+    return plain(value) if isinstance(value, bytes | memoryview) else value
 
 
 COMMANDS = {"stats": stats, "sql": sql}

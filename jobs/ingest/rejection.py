@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chorus_batch.jobs.errors import InputRejected
-from chorus_batch.jobs.ingest.spreadsheet import safe_cell
+from chorus_batch.jobs.spreadsheet import safe_cell
 
 SHOWN = 20  # errors that a rejection lists; the rest is counted
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TextIO, get_args
 
 from chorus_batch.jobs.errors import UsageError
+from chorus_batch.jobs.spreadsheet import safe_cell
 
 Kind = Literal["jsonl", "csv"]
 
@@ -29,8 +30,6 @@ COLUMNS = (
     "error_code",
     "error_message",
 )
-
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # cells beginning so are run by spreadsheets
 
 
 def write_manifest(
@@ -85,10 +84,6 @@ def _own_name(name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as a CSV cell that no spreadsheet takes for a formula."""
-    if value is None:
-        return ""
     if isinstance(value, bool | int | float | dict | list):
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    text = str(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return safe_cell(value)

@@ -20,10 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import text
+
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.local import profile
 from chorus_batch.jobs.settings import Settings
-from sqlalchemy import text
 
 PROGRAM = Path(sys.executable).with_name("chorus-batch")
 CATALOG = Path(__file__).parents[2] / "jobs" / "examples" / "catalog.csv"

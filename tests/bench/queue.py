@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+from sqlalchemy import Engine, text
+
 from chorus_batch.jobs import cache, leases, queue
 from chorus_batch.jobs.database import connect, transaction, upgrade
 from chorus_batch.jobs.local import profile
 from chorus_batch.jobs.settings import Settings
-from sqlalchemy import Engine, text
-
 from tests.integration.conftest import DOMAIN, made
 
 

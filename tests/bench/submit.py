@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from chorus_batch.jobs import cache
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.database import connect, transaction, upgrade
@@ -26,7 +25,6 @@ from chorus_batch.jobs.local import profile
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.submission import SubmitOptions, prompt_key, submit
-
 from tests.bench.plan import clustered
 
 

@@ -29,7 +29,7 @@ PROMPTS = (
     "a red circle moves right over a black background",
     "a blue circle moves right over a black background",
     "on a gray background, a yellow triangle moves up",
-    "on a gray background, a yellow ring moves up",
+    "on a gray background, a green triangle moves up",
 )
 STEPS = 4
 PASSES = 2 * STEPS  # of the transformer for a video in full: with and without the prompt

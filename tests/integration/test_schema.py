@@ -56,7 +56,9 @@ VIEWS = {
     },
     "job_states": {"job_id": "bigint", "batch_id": "bigint", "state": "text"},
 }
-OWN = "relnamespace = 'public'::regnamespace AND NOT EXISTS (SELECT FROM pg_depend WHERE objid = c.oid AND deptype = 'e')"
+OWN = (
+    "relnamespace = 'public'::regnamespace AND NOT EXISTS (SELECT FROM pg_depend WHERE objid = c.oid AND deptype = 'e')"
+)
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def test_a_views_columns_are_a_contract(migrated_url: str, view: str) -> None:
         " WHERE attrelid = CAST(:view AS regclass) AND attnum > 0 ORDER BY attnum"
     )
     with transaction(engine) as connection:
-        found = {name: kind for name, kind in connection.execute(query, {"view": view})}
+        found = dict(connection.execute(query, {"view": view}))
     engine.dispose()
     assert list(found.items()) == list(VIEWS[view].items())
 
@@ -188,15 +190,14 @@ def test_every_constraint_has_a_name_of_its_own(migrated_url: str) -> None:
 def test_every_enumeration_has_the_values_of_its_model(migrated_url: str) -> None:
     engine = connect(migrated_url)
     with transaction(engine) as connection:
-        stored = {
-            name: values
-            for name, values in connection.execute(
+        stored = dict(
+            connection.execute(
                 text(
                     "SELECT typname, array_agg(enumlabel::text ORDER BY enumsortorder)"
                     " FROM pg_enum e JOIN pg_type t ON t.oid = enumtypid GROUP BY typname"
                 )
             )
-        }
+        )
     engine.dispose()
     modelled = {
         column.type.name: list(column.type.enums)

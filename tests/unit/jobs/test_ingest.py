@@ -33,7 +33,7 @@ from chorus_batch.jobs.ingest.rows import (
     rejected_path,
     write_rejected,
 )
-from chorus_batch.jobs.ingest.spreadsheet import safe_cell
+from chorus_batch.jobs.spreadsheet import safe_cell
 
 BUILTIN = load_card("builtin")
 # A card like Wan2.1's: any size and length, 512 tokens.
