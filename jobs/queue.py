@@ -55,7 +55,7 @@ CLAIM = text(
 
 
 def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> Claim | None:
-    """Take the best ready job, or None if there is none. `held`: source jobs whose latents this worker has in memory."""
+    """Take the best ready job, or None. `held`: source jobs whose latents this worker has in memory."""
     row = connection.execute(CLAIM, {"worker": worker_id, "held": list(held)}).one_or_none()
     if row is None:
         return None

@@ -20,9 +20,11 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError
 
 from chorus_batch.jobs import cache, plan
+from chorus_batch.jobs.curve import Curve, Domain
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.embed import Embedder, make_embedder
 from chorus_batch.jobs.errors import Conflict
+from chorus_batch.jobs.graph import AUTO, FORCE, OFF
 from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected
 from chorus_batch.jobs.ingest.rows import IngestOptions, Note, Notes, Row, RowError, Source, file_sha256, read_batch
 from chorus_batch.jobs.ingest.spool import Spool, SpooledRow
@@ -31,7 +33,7 @@ from chorus_batch.jobs.parameters import Parameters, domain_key
 from chorus_batch.jobs.settings import Settings
 
 _LOOK_UP = 10_000  # prompts whose stored vectors are asked for at once
-_REUSE = {"auto": plan.AUTO, "force": plan.FORCE, "off": plan.OFF}
+_REUSE = {"auto": AUTO, "force": FORCE, "off": OFF}
 
 
 @dataclass(frozen=True)
@@ -273,16 +275,16 @@ def _planned(
     domains = []
     for parameters in columns.domains:
         tau, curve = _curve(ingest, parameters.steps)
-        domains.append(plan.Domain(max(tau, settings.min_similarity), curve))
+        domains.append(Domain(max(tau, settings.min_similarity), curve))
     cached = _cached(settings, engine, columns, domain_ids, vectors.shape[1])
     return plan.plan(items, domains, cached, shared=mode is CacheMode.on)
 
 
-def _curve(ingest: IngestOptions, steps: int) -> tuple[float, plan.Curve]:
+def _curve(ingest: IngestOptions, steps: int) -> tuple[float, Curve]:
     """tau and c(m) of a domain with so many steps, from the card's table for them or, scaled, from its longest."""
     tables = ingest.card.boundaries
     nearest = steps if steps in tables else max(tables)
-    return tables[nearest][0][0], plan.Curve.of_boundaries(tables[nearest], nearest)
+    return tables[nearest][0][0], Curve.of_boundaries(tables[nearest], nearest)
 
 
 def _cached(

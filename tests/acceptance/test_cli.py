@@ -358,10 +358,10 @@ def test_a_stores_address_that_is_none(
     production: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, migrated_url: str
 ) -> None:
     _finished(migrated_url)
-    for endpoint in ("http://127.0.0.1:1/path", "not an address", "host:port"):
-        monkeypatch.setenv("CHORUS_S3_ENDPOINT", endpoint)
-        ended = production("results", "batch", "-o", tmp_path / "out")
-        assert (ended.code, ended.out) == (2, "") and f"s3_endpoint is {endpoint!r}" in ended.err
+    monkeypatch.setenv("CHORUS_S3_ENDPOINT", "http://127.0.0.1:1/path")
+    ended = production("results", "batch", "-o", tmp_path / "out")
+    assert (ended.code, ended.out) == (2, "")
+    assert "s3_endpoint is 'http://127.0.0.1:1/path'" in ended.err and "host:port" in ended.err
 
 
 def test_a_broker_that_is_away_stops_nothing(production: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from chorus_batch.jobs.embed import FloatArray, make_embedder
-from chorus_batch.jobs.plan import Curve, Domain, Items, number, online_cost, plan, plan_cost
+from chorus_batch.jobs.curve import Curve, Domain, FloatArray
+from chorus_batch.jobs.embed import make_embedder
+from chorus_batch.jobs.plan import Items, number, online_cost, plan, plan_cost
 
 CURVES = {"4step": (0.8, 0.625), "50step": (0.556, 0.286)}
 

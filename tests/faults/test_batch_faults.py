@@ -449,13 +449,26 @@ def test_a_worker_declared_dead_stops_its_job_and_enters_again(bench: Bench, hir
 
 
 def test_a_worker_that_signs_off_leaves_no_ghost(bench: Bench, hire: Hire) -> None:
-    """A beat on its way must not take the signing off for a declaration of death, and enter again."""
-    for _ in range(15):
-        worker = hire(heartbeat_interval=0.001)
-        time.sleep(0.01)
-        worker.close()
-        with transaction(bench.engine) as connection:
-            assert leases.live_workers(connection, bench.settings.lease) == 0
+    """A beat that has just been told of its death mustn't enter again when the worker has left meanwhile."""
+    worker = hire(heartbeat_interval=0.2)
+    heartbeat = worker.runtime.heartbeat
+    assert heartbeat is not None
+
+    def beat() -> object:
+        return bench.sql("SELECT heartbeat_at FROM workers WHERE id = :id", id=worker.id)[0].heartbeat_at
+
+    before = beat()
+    until(lambda: beat() != before, "a beat")
+    leaving = threading.Thread(target=heartbeat.leave)
+    with heartbeat._lock:  # where the next beat stands when it has its answer
+        bench.sql("UPDATE workers SET stopped_at = now()")
+        time.sleep(0.5)
+        leaving.start()
+        leaving.join(0.5)
+    leaving.join(10)
+    heartbeat.join(10)
+    with transaction(bench.engine) as connection:
+        assert leases.live_workers(connection, bench.settings.lease) == 0
 
 
 def test_two_workers_share_a_batch_and_do_nothing_twice(bench: Bench, hire: Hire) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from chorus_batch.jobs import leases
+from chorus_batch.jobs import control, leases
 from chorus_batch.jobs.companion import worker_command, worker_environment, worker_if_alone
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.dispatch import nudge
@@ -286,6 +286,7 @@ def test_a_worker_told_to_stop_gives_its_job_back_within_ten_seconds(crew: Crew)
     assert bench.sql("SELECT sum(failures + deaths) AS n FROM queue WHERE batch_id = :batch", batch=batch)[0].n == 0
     assert bench.keys(f"batches/{batch}/") == set()
     assert bench.sql("SELECT FROM workers WHERE stopped_at IS NULL") == []  # signed off, not to be waited for
+    assert control.cancel(bench.engine, batch) == 4  # nobody else need do it
 
 
 def test_a_waiting_command_keeps_a_worker_alive(crew: Crew, capfd: pytest.CaptureFixture[str]) -> None:

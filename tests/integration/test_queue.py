@@ -206,7 +206,7 @@ def test_cancel_ends_everything_and_running_claims_are_void(writer: Writer, data
 
 
 def test_a_paused_batch_stays_parked_whatever_ends(writer: Writer, database: Engine) -> None:
-    source, follower, other = writer.batch([Part(), Part(source=0), Part()])
+    _, follower, other = writer.batch([Part(), Part(source=0), Part()])
     worker = writer.worker("w")
     taken = claim(database, worker)
     assert taken is not None

@@ -10,26 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError
 from chorus_batch.jobs.embed import UnusableVector
-from chorus_batch.jobs.plan import (
-    AUTO,
-    FORCE,
-    OFF,
-    ROLES,
-    ROUNDING,
-    Cached,
-    Curve,
-    Domain,
-    Items,
-    Limits,
-    Plan,
-    PlanInputError,
-    number,
-    online_cost,
-    plan,
-    plan_cost,
-    unshared,
-)
+from chorus_batch.jobs.facility import Limits
+from chorus_batch.jobs.graph import AUTO, FORCE, OFF
+from chorus_batch.jobs.plan import ROLES, Cached, Items, Plan, number, online_cost, plan, plan_cost, unshared
 
 DOMAIN = Domain(0.65, Curve.linear(0.65))
 STEPWISE = Domain(0.75, Curve.of_boundaries([[0.75, 6, 6], [0.85, 8, 8]], 20))

@@ -1,0 +1,76 @@
+"""What reuse costs: c(m), the cost of a follower at similarity m, where a plain generation costs 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chorus_batch.jobs.errors import ChorusBatchError
+
+FloatArray: TypeAlias = NDArray[np.float32]
+
+# Dot products of unit vectors in float32 are off by up to about this much: a pair this close below tau counts as tau.
+ROUNDING = 1e-6
+
+
+class PlanInputError(ChorusBatchError):
+    """What the planner was given doesn't fit together; the message names the argument."""
+
+    code = "plan_input"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """c(m): the cost of a follower at similarity m, where a plain generation costs 1.
+
+    `points` (m, cost), m rising, cost not rising, in 0..1. Between two points the cost is interpolated, or, if
+    `stepwise`, the lower point's (as the engine's table of boundaries has it). Outside it is the nearest point's.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    stepwise: bool = False
+
+    def __post_init__(self) -> None:
+        m, costs = np.array(self.points, dtype=np.float64).reshape(-1, 2).T
+        ordered = np.all(np.diff(m) > 0) and np.all(np.diff(costs) <= 0)
+        if not (m.size and np.all(np.isfinite(m)) and ordered and np.all((costs >= 0) & (costs <= 1))):
+            raise PlanInputError(f"cost curve {self.points}: similarities must rise, costs fall between 1 and 0")
+
+    @classmethod
+    def linear(cls, tau: float, at_tau: float = 0.8, at_one: float = 0.625) -> Curve:
+        """Linear from c(tau) to c(1). The defaults are the study's curve for 4 steps; 50 steps: 0.556, 0.286."""
+        return cls(((tau, at_tau), (1.0, at_one)) if tau < 1.0 else ((1.0, at_one),))
+
+    @classmethod
+    def of_boundaries(cls, rows: Sequence[Sequence[float]], steps: int, region: float = 1.0) -> Curve:
+        """From the engine's table: rows (m_from, k1, k2). The first k1 steps are free, up to k2 they cost `region`.
+
+        `region` is a region step's cost, where a full step's is 1; the paper measured 0.67 at half the tokens.
+        """
+        points = tuple((float(m), 1.0 - (k1 + (1.0 - region) * (k2 - k1)) / steps) for m, k1, k2 in rows)
+        return cls(points, stepwise=True)
+
+    def __call__(self, m: NDArray[np.floating]) -> FloatArray:
+        """Costs, float32, of the similarities `m`, any shape."""
+        at, costs = np.array(self.points, dtype=np.float64).T
+        if self.stepwise:
+            found = costs[np.maximum(np.searchsorted(at, np.asarray(m) + ROUNDING, side="right") - 1, 0)]
+        else:
+            found = np.interp(m, at, costs)
+        return np.asarray(found, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What reuse means inside one domain: pairs of similarity >= `tau` (0..1), at cost `curve`(m)."""
+
+    tau: float
+    curve: Curve
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.tau <= 1.0:
+            raise PlanInputError(f"tau is {self.tau}; it must lie between 0 and 1")
