@@ -53,11 +53,21 @@ class DependencyDown(ChorusBatchError):
     code = "dependency_down"
     exit_code = 6
 
+    @property
+    def passing(self) -> bool:
+        """Whether waiting may mend it. A job that meets one that waiting won't mend must not be tried for ever."""
+        return True
+
 
 class StorageError(DependencyDown):
     """The object store refused, timed out, or returned something else than was stored."""
 
     code = "storage"
+
+    @property
+    def passing(self) -> bool:
+        # The server away, or its keys or bucket: that's for a person to mend, and no job's fault.
+        return self.code in ("storage_unreachable", "storage_denied", "bucket_missing")
 
 
 class ObjectMissing(StorageError):

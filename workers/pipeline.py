@@ -62,7 +62,9 @@ class Pipeline:
         except ClaimLost as error:
             log.warning("%s", error)
             self._heartbeat.drops(claim)
-        except DependencyDown:
+        except DependencyDown as error:
+            if not error.passing:
+                return self._end(claim, error.code, str(error), retry=True)
             # No fault of the job: it costs none of its tries.
             self._end(claim)
             raise

@@ -90,6 +90,8 @@ class Publisher:
                 log.warning("%s; its result is dropped", error)
                 return self._sweep(claim)
             except DependencyDown as error:
+                if not error.passing:
+                    return self._fail(claim, error.code, str(error))
                 # A worker that was told to stop has seconds, not the store's patience.
                 if self._runtime.stopping.is_set() or time.monotonic() + pause > until:
                     log.error("job %s: %s; given back", claim.job_id, error)

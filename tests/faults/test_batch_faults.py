@@ -615,6 +615,18 @@ def test_a_result_that_cant_be_published_costs_tries_and_ends(
     assert [job.state for job in bench.jobs(batch)] == ["done"] * 2
 
 
+def test_an_object_that_the_store_will_never_take_ends_its_job(
+    bench: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting doesn't mend it: without a try spent on it the job would be made again for ever."""
+    batch = bench.submit(PROMPTS[:1])
+    monkeypatch.setattr(storage, "LARGEST", 100)  # bytes: every video is larger
+    hire(max_failures=2).start()
+    until(lambda: [job.state for job in bench.jobs(batch)] == ["failed"], "the job to fail")
+    (job,) = bench.jobs(batch)
+    assert (job.error_code, bench.attempts(job.id)) == ("object_too_large", ["failed", "failed"])
+
+
 def test_a_worker_with_other_weights_is_named(bench: Bench, hire: Hire) -> None:
     batch = bench.submit(PROMPTS[:1])
     bench.sql("UPDATE domains SET fingerprint = repeat('0', 64)")
