@@ -32,6 +32,8 @@ BORDER = 2  # pixels
 FOREGROUND = 0.2  # distance in RGB (0..1 a channel) from both of the background's tones and what lies between
 LEAST_EXTENT = 17.0  # pixels; the neighbours are smaller
 MOST_COVER = 0.65  # of the canvas: more is no object, but noise
+# Radii tried, in those of the same area: a ring drawn too thick is still a ring.
+SCALES = {"ring": (1.0, 0.92, 0.84, 0.77)}
 ATTRIBUTES = ("colour", "background", "motion", "shape", "texture", "size", "pattern")
 
 
@@ -137,11 +139,12 @@ def _shape(blob: Blob) -> tuple[str | None, np.ndarray]:
     area = torch.as_tensor(blob.area[blob.present], dtype=torch.float32)
     u, v = _offsets(blob)
     for shape in SHAPES:
-        r = (area / UNIT_AREAS[shape]).sqrt()[:, None, None]
-        ideal = distance(shape, u, v, r) < 0
-        overlap = float((mask & ideal).sum() / (mask | ideal).sum())
-        if overlap > best:
-            best, found, radii = overlap, shape, r.flatten().numpy()
+        for scale in SCALES.get(shape, (1.0,)):
+            r = scale * (area / UNIT_AREAS[shape]).sqrt()[:, None, None]
+            ideal = distance(shape, u, v, r) < 0
+            overlap = float((mask & ideal).sum() / (mask | ideal).sum())
+            if overlap > best:
+                best, found, radii = overlap, shape, r.flatten().numpy()
     return found, radii
 
 

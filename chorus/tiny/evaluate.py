@@ -18,7 +18,7 @@ from .checker import Reading, read_videos, shares
 from .checkpoint import load_transformer
 from .codec import CHANNELS, PATCH, LinearCodec
 from .decoder import DetailDecoder, SharpCodec
-from .features import BatchEncoder
+from .features import SLOTS, BatchEncoder
 from .flow import sample
 from .sheet import save_sheet
 from .world import Curriculum, Scene, draw_scenes
@@ -138,6 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--guidance", type=float, default=2.5)
     parser.add_argument("--shift", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--text-slots", type=int, default=SLOTS, help="as the model was trained")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet of the first 24 videos")
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     generator = Generator(
         load_transformer(options.model, options.device),
         load_codec(options.codec, options.decoder, options.device),
-        BatchEncoder(options.device),
+        BatchEncoder(options.device, options.text_slots),
     )
     sampling = Sampling(options.canvas, options.steps, options.guidance, options.shift, options.seed)
     evaluation = generator.evaluate(draw_questions(options.suite, options.count, options.seed), sampling, options.sheet)

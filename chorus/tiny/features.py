@@ -17,9 +17,9 @@ SCALE = 0.58  # the standard deviation of the hidden states
 class BatchEncoder(TextEncoder):
     """What `TextEncoder` gives, for many texts at once: texts of the same length share a batch, so none is padded."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", slots: int = SLOTS) -> None:
         """Loads the packaged weights. Raises WeightsError."""
-        super().__init__(LAYERS, SLOTS, SCALE, device)
+        super().__init__(LAYERS, slots, SCALE, device)
 
     @torch.no_grad()
     def encode_all(self, texts: Sequence[str]) -> torch.Tensor:

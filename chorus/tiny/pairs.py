@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,8 @@ def _changed(scene: Scene, kind: str, rng: np.random.Generator) -> Scene:
         if value == getattr(scene, kind) or colour == background or near in (colour, background):
             continue
         if not is_held_out(colour, shape):
-            return replace(scene, **{kind: value})
+            changes: dict[str, Any] = {kind: value}
+            return replace(scene, **changes)
 
 
 @torch.no_grad()
