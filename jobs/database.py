@@ -33,8 +33,15 @@ def driver_url(url: str) -> sqlalchemy.URL:
     return parsed.set(drivername="postgresql+psycopg")
 
 
-def connect(url: str, *, pool_size: int = 5) -> Engine:
-    """An engine whose connections are tested before use: a restarted server costs a reconnect, not a job."""
+def connect(url: str, *, pool_size: int = 5, plan_once: bool = False) -> Engine:
+    """An engine whose connections are tested before use: a restarted server costs a reconnect, not a job.
+
+    `plan_once` is for workers, which run few statements and run them often: each is planned once for a connection.
+    """
+    # A stuck client must not hold back vacuum: a queue suffers first.
+    options = ["-c idle_in_transaction_session_timeout=60000"]
+    if plan_once:
+        options.append("-c plan_cache_mode=force_generic_plan")
     return sqlalchemy.create_engine(
         driver_url(url),
         pool_size=pool_size,
@@ -42,8 +49,7 @@ def connect(url: str, *, pool_size: int = 5) -> Engine:
         connect_args={
             "application_name": "chorus-batch",
             "connect_timeout": 10,
-            # A stuck client must not hold back vacuum: a queue suffers first.
-            "options": "-c idle_in_transaction_session_timeout=60000",
+            "options": " ".join(options),
         },
     )
 

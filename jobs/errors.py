@@ -66,7 +66,7 @@ class StorageError(DependencyDown):
 
     @property
     def passing(self) -> bool:
-        # The server away, or its keys or bucket: that's for a person to mend, and no job's fault.
+        """True if the server is away, or its keys or bucket are wrong: a person mends that, and it's no job's fault."""
         return self.code in ("storage_unreachable", "storage_denied", "bucket_missing")
 
 

@@ -28,7 +28,8 @@ CLAIM = text(
     """
     WITH held AS MATERIALIZED (
         SELECT job_id, priority FROM queue
-        WHERE state = 'ready' AND source_job_id = ANY(:held) AND (not_before IS NULL OR not_before <= now())
+        WHERE state = 'ready' AND source_job_id = ANY(CAST(:held AS bigint[]))
+            AND (not_before IS NULL OR not_before <= now())
         ORDER BY priority DESC, batch_id + 0, position LIMIT 1 FOR UPDATE SKIP LOCKED
     ), head AS MATERIALIZED (
         SELECT job_id, priority FROM queue
@@ -56,7 +57,9 @@ CLAIM = text(
 
 def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> Claim | None:
     """Take the best ready job, or None. `held`: source jobs whose latents this worker has in memory."""
-    row = connection.execute(CLAIM, {"worker": worker_id, "held": list(held)}).one_or_none()
+    # As text: a list's type on the wire depends on its numbers, and each type would be planned anew.
+    sources = "{" + ",".join(map(str, held)) + "}"
+    row = connection.execute(CLAIM, {"worker": worker_id, "held": sources}).one_or_none()
     if row is None:
         return None
     return Claim(

@@ -87,7 +87,7 @@ class Runtime:
         self.settings = settings
         self._slot = slot or uuid.uuid4().hex
         self.stopping = threading.Event()
-        self.database: sqlalchemy.Engine = connect(settings.database_url)
+        self.database: sqlalchemy.Engine = connect(settings.database_url, plan_once=True)
         self.store = ObjectStore.from_settings(settings)
         self.search = NeighbourSearch(settings.exact_search_rows)
         self.held = HeldSources()

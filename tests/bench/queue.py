@@ -62,6 +62,7 @@ def fill(engine: Engine, jobs: int) -> None:
         )
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE"))
+        connection.execute(text("CHECKPOINT"))  # what the filling left to be written is no part of the claims
 
 
 def work(engine: Engine, worker: str, claims: int, spent: dict[str, list[float]]) -> None:
@@ -93,7 +94,7 @@ def main() -> None:
     folder.chmod(0o711)
     settings = profile.ensure(Settings(data_dir=folder))
     try:
-        engine = connect(settings.database_url)
+        engine = connect(settings.database_url, plan_once=True)  # as workers do
         upgrade(engine)
         began = time.perf_counter()
         fill(engine, arguments.jobs)

@@ -273,7 +273,7 @@ def test_a_claim_reads_a_few_pages_however_many_jobs_wait(writer: Writer, databa
     with database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE queue"))
         explained = connection.execute(
-            text(f"EXPLAIN {queue.CLAIM.text}"), {"worker": worker, "held": [7, 8]}
+            text(f"EXPLAIN {queue.CLAIM.text}"), {"worker": worker, "held": "{7,8}"}
         ).scalars()
         plan = "\n".join(explained)
     assert "Seq Scan on queue" not in plan
