@@ -23,8 +23,9 @@ from chorus_batch.jobs.embed import make_embedder
 from chorus_batch.jobs.ingest.rows import IngestOptions, open_source
 from chorus_batch.jobs.local import profile
 from chorus_batch.jobs.models import CacheMode
+from chorus_batch.jobs.requested import prompt_key
 from chorus_batch.jobs.settings import Settings
-from chorus_batch.jobs.submission import SubmitOptions, prompt_key, submit
+from chorus_batch.jobs.submission import SubmitOptions, submit
 from tests.bench.plan import clustered
 
 

@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, text
 
-from chorus_batch.jobs import queue, submission
+from chorus_batch.jobs import batch, queue, submission
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.embed import Embedder, MiniLMEmbedder
@@ -217,13 +217,13 @@ def test_two_submits_of_one_file_at_once(
     """Both have looked for the batch and found none before either stores it."""
     (tmp_path / "one.csv").write_text(NEAR)
     together = threading.Barrier(2)
-    stored = submission._stored
+    stored = submission.store
 
     def meet(*values: Any) -> tuple[int, str]:
         together.wait(20)
         return stored(*values)
 
-    monkeypatch.setattr(submission, "_stored", meet)
+    monkeypatch.setattr(submission, "store", meet)
 
     def attempt(_: int) -> Submitted | Conflict:
         try:
@@ -247,7 +247,7 @@ def test_two_files_of_one_name_at_once(
         path.parent.mkdir()
         path.write_text(f"prompt\na red circle moves {'left' if path.parent.name == 'a' else 'up'}\n")
     together = threading.Barrier(2)
-    free = submission._free_name
+    free = batch._free_name
 
     def meet(*values: Any) -> str:
         name = free(*values)
@@ -256,7 +256,7 @@ def test_two_files_of_one_name_at_once(
             together.abort()  # the second try of one of them meets nobody
         return name
 
-    monkeypatch.setattr(submission, "_free_name", meet)
+    monkeypatch.setattr(batch, "_free_name", meet)
 
     def attempt(path: Path) -> str:
         try:
@@ -468,7 +468,7 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Non
     """Do something once, when half of the rows have gone to Postgres."""
 
     def arrange(act: Callable[[], None]) -> None:
-        through = submission._job_rows
+        through = batch._job_rows
 
         def interrupted(*values: Any) -> Iterator[tuple[Any, ...]]:
             for n, row in enumerate(through(*values)):
@@ -476,7 +476,7 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Non
                     act()
                 yield row
 
-        monkeypatch.setattr(submission, "_job_rows", interrupted)
+        monkeypatch.setattr(batch, "_job_rows", interrupted)
 
     return arrange
 
@@ -542,20 +542,20 @@ PRODUCER = """
 import sys
 from pathlib import Path
 from dataclasses import replace
-from chorus_batch.jobs import submission
+from chorus_batch.jobs import batch, submission
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.ingest.rows import IngestOptions, Source
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.settings import Settings
 path, url = Path(sys.argv[1]), sys.argv[2]
-through = submission._job_rows
+through = batch._job_rows
 def told(*values):
     for n, row in enumerate(through(*values)):
         if n == 10_000:
             print("halfway", flush=True)
         yield row
-submission._job_rows = told
+batch._job_rows = told
 options = submission.SubmitOptions(cache=CacheMode.exact)
 embedder = type("NoEmbedder", (), {"space": "none", "dimension": 2, "embed": lambda self, p: __import__("numpy").eye(2, dtype="f4")[[0] * len(p)]})
 submission.make_embedder = lambda _: embedder()
