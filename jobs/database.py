@@ -57,9 +57,21 @@ def connect(url: str, *, pool_size: int = 5, plan_once: bool = False) -> Engine:
 @contextmanager
 def transaction(engine: Engine) -> Iterator[Connection]:
     """One transaction; a server that is away becomes DependencyDown."""
+    with _named(), engine.begin() as connection:
+        yield connection
+
+
+@contextmanager
+def statement(engine: Engine) -> Iterator[Connection]:
+    """A connection for one statement, which is its own transaction: two round trips fewer. Else as `transaction`."""
+    with _named(), engine.connect() as connection:
+        yield connection.execution_options(isolation_level="AUTOCOMMIT")
+
+
+@contextmanager
+def _named() -> Iterator[None]:
     try:
-        with engine.begin() as connection:
-            yield connection
+        yield
     except (sqlalchemy.exc.OperationalError, psycopg.OperationalError) as error:
         # The driver's own where code talks to it directly: COPY, vectors.
         said = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error

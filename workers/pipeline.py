@@ -16,7 +16,7 @@ from chorus_batch.chorus.request import Request, Result, Reuse
 from chorus_batch.chorus.schedule import noise_levels
 from chorus_batch.jobs import cache, queue
 from chorus_batch.jobs.claims import Claim, GenerationRecord
-from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.database import statement, transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown, ObjectCorrupt, ObjectMissing
 from chorus_batch.jobs.models import CacheMode, CacheResult, Role
 from chorus_batch.jobs.models import Reuse as ReusePolicy
@@ -42,7 +42,7 @@ class Pipeline:
     def claim(self, phases: Phases) -> Claim | None:
         """The next job, or None."""
         with self._heartbeat.claiming():
-            with phases.timed("claim"), transaction(self._runtime.database) as connection:
+            with phases.timed("claim"), statement(self._runtime.database) as connection:
                 claim = queue.claim(connection, self._runtime.worker_id, self._runtime.held.ids())
             if claim is not None:
                 self._heartbeat.holds(claim)

@@ -496,7 +496,14 @@ def test_waiting(production: Cli, batch: str, writer: Writer) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_wait_that_is_interrupted(production: Cli, batch: str, number: signal.Signals, code: int) -> None:
     """Ctrl-C leaves the batch alone and no traceback behind."""
-    process = subprocess.Popen([SCRIPT, "wait", batch], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [SCRIPT, "wait", batch],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     first = process.stderr.readline()  # the first line comes with the first look
     process.send_signal(number)

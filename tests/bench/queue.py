@@ -19,7 +19,7 @@ import numpy as np
 from sqlalchemy import Engine, text
 
 from chorus_batch.jobs import cache, leases, queue
-from chorus_batch.jobs.database import connect, transaction, upgrade
+from chorus_batch.jobs.database import connect, statement, transaction, upgrade
 from chorus_batch.jobs.local import profile
 from chorus_batch.jobs.settings import Settings
 from tests.integration.conftest import DOMAIN, made
@@ -72,7 +72,7 @@ def work(engine: Engine, worker: str, claims: int, spent: dict[str, list[float]]
     held: list[int] = []
     for _ in range(claims):
         began = time.perf_counter()
-        with transaction(engine) as connection:
+        with statement(engine) as connection:
             taken = queue.claim(connection, worker, held)
         claimed = time.perf_counter()
         assert taken is not None
