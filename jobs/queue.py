@@ -46,9 +46,7 @@ CLAIM = text(
         INSERT INTO attempts (job_id, attempt, worker_id) SELECT job_id, attempt, :worker FROM claimed
     )
     SELECT c.attempt, c.failures, j.id AS job_id, j.batch_id, j.prompt, j.prompt_key, j.seed, j.fps, j.reuse::text,
-        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text,
-        d.id, d.key, d.space_id, d.model, d.fingerprint, d.dtype, d.width, d.height, d.frames, d.steps,
-        d.guidance_scale, d.shift, d.scheduler, d.negative_prompt
+        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text, to_jsonb(d) AS domain
     FROM claimed c JOIN jobs j ON j.id = c.job_id JOIN domains d ON d.id = j.domain_id
         JOIN batches b ON b.id = j.batch_id
     """
@@ -78,7 +76,7 @@ def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> C
         source_entry_id=row.source_entry_id,
         similarity=row.similarity,
         failures=row.failures,
-        domain=DomainRecord(**{f.name: getattr(row, f.name) for f in fields(DomainRecord)}),
+        domain=DomainRecord(**row.domain),
     )
 
 
