@@ -24,7 +24,7 @@ LONGEST_PAUSE = 60.0  # seconds between looks after the own worker
 log = logging.getLogger(__name__)
 
 
-def worker_command(settings: Settings, *, name: str, log_level: str = "info") -> list[str]:
+def worker_command(*, name: str, log_level: str = "info") -> list[str]:
     """The command line of one worker: a Celery parent and one spawned process that holds the device."""
     return [
         sys.executable,
@@ -135,7 +135,7 @@ class _Companion(threading.Thread):
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as output:
             return subprocess.Popen(
-                worker_command(self._settings, name=f"wait-{os.getpid()}"),
+                worker_command(name=f"wait-{os.getpid()}"),
                 env=worker_environment(self._settings),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,4 +1,4 @@
-"""What is asked of the model besides the prompt, and the two hashes that decide what may be reused for what."""
+"""What is asked of the model besides the prompt, and the hash that decides what may be reused for what."""
 
 from __future__ import annotations
 
@@ -88,9 +88,3 @@ def domain_key(parameters: Parameters, card: ModelCard, embedder_space: str) -> 
         "engine": ENGINE_VERSION,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def request_key(domain_key: str, cleaned_prompt: str, seed: int, fps: int) -> str:
-    """sha256 (hex) of a whole request: two jobs with one key make the same video file."""
-    prompt = unicodedata.normalize("NFC", cleaned_prompt)
-    return hashlib.sha256(json.dumps([domain_key, prompt, seed, fps]).encode()).hexdigest()

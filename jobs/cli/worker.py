@@ -27,7 +27,7 @@ def start(ctx: click.Context, device: str | None, name: str) -> None:
     session = Session.of(ctx)
     session.database.dispose()
     settings = replace(session.settings, device=device) if device else session.settings
-    command = worker_command(settings, name=name, log_level="info" if ctx.obj["verbose"] else "warning")
+    command = worker_command(name=name, log_level="info" if ctx.obj["verbose"] else "warning")
     # Replaced, not spawned: signals then reach Celery itself.
     os.execve(command[0], command, worker_environment(settings))
 

@@ -17,7 +17,7 @@ from chorus_batch.jobs.cards.card import ModelCard
 from chorus_batch.jobs.errors import UsageError
 from chorus_batch.jobs.ingest.cells import PARAMETER_COLUMNS, SAME, CellError, Settled, Settler, whole
 from chorus_batch.jobs.ingest.columns import ColumnNames, meaning
-from chorus_batch.jobs.ingest.dialect import FORMATS, Dialect, detect
+from chorus_batch.jobs.ingest.dialect import FORMATS, detect
 from chorus_batch.jobs.ingest.notes import Note, Notes
 from chorus_batch.jobs.ingest.reader import Record, RecordReader
 from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected, RowError, rejected_path, write_rejected
@@ -216,11 +216,6 @@ def read_batch(
         yield from rows.build(chunk)
     if empty:
         raise source.rejected("no_rows", "there are no prompts in the file")
-
-
-def describe(source: Source, options: IngestOptions) -> Dialect:
-    """How the file is written, for a person who asks. Raises as `read_batch`."""
-    return detect(source, ColumnNames(options.mapping), options.format, options.encoding)
 
 
 class _Rows:

@@ -83,7 +83,7 @@ class Crew:
         settings = self.bench.settings
         with log.open("wb") as output:
             popen = subprocess.Popen(
-                worker_command(settings, name=name),
+                worker_command(name=name),
                 env=worker_environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -13,7 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chorus_batch.jobs.cards.card import load_card
-from chorus_batch.jobs.parameters import clean_prompt, domain_key, request_key
+from chorus_batch.jobs.ingest.rows import Row
+from chorus_batch.jobs.parameters import clean_prompt, domain_key
+from chorus_batch.jobs.requested import Requested, prompt_key
 
 CARD = load_card("builtin")
 
@@ -85,18 +87,24 @@ def test_the_model_and_the_embedder_are_in_the_domain():
 def test_keys_dont_depend_on_how_a_number_or_an_accent_is_written():
     whole, real = replace(CARD.defaults, guidance_scale=5), replace(CARD.defaults, guidance_scale=5.0)
     assert domain_key(whole, CARD, "e") == domain_key(real, CARD, "e")
-    assert request_key("d", "cafe\u0301", 1, 8) == request_key("d", "caf\u00e9", 1, 8)
+    assert prompt_key("cafe\u0301") == prompt_key("caf\u00e9")
 
 
-def test_request_key_separates_domain_prompt_seed_and_frame_rate():
-    requests = [
-        ("d", "a cat", 1, 8),
-        ("e", "a cat", 1, 8),
-        ("d", "a dog", 1, 8),
-        ("d", "a cat", 2, 8),
-        ("d", "a cat", 1, 16),
+def test_requests_differ_by_domain_prompt_seed_and_frame_rate():
+    plain = CARD.defaults
+    rows = [
+        (plain, "a cat", 1),
+        (replace(plain, steps=4), "a cat", 1),
+        (plain, "a dog", 1),
+        (plain, "a cat", 2),
+        (replace(plain, fps=16), "a cat", 1),
+        (plain, "a cat", 1),
     ]
-    assert len({request_key(*request) for request in requests}) == len(requests)
+    requested = Requested()
+    for parameters, prompt, seed in rows:
+        requested.add(Row(1, 1, None, prompt, prompt, parameters, seed, 0, "auto", None, {}))
+    assert requested.request.tolist() == [0, 1, 2, 3, 4, 0]
+    assert requested.domain.tolist() == [0, 1, 0, 0, 0, 0]  # the frame rate doesn't touch the latents
 
 
 @pytest.mark.parametrize(
