@@ -24,6 +24,8 @@ READY_AGAIN = """(CASE (SELECT b.state FROM batches b WHERE b.id = queue.batch_i
 # Two candidates, each found by one index: the best job whose source this worker holds in memory, and the best job of
 # all. Within one priority the held one wins. `batch_id + 0` keeps the planner from walking the whole queue in order in
 # search of a held source's follower when there is none: it has to come from the sources' index.
+# The commit isn't waited for on disk: a claim that a crash of the server forgets is a job that is ready again, and the
+# worker that had it is stopped by its fence.
 CLAIM = text(
     """
     WITH held AS MATERIALIZED (
@@ -46,7 +48,8 @@ CLAIM = text(
         INSERT INTO attempts (job_id, attempt, worker_id) SELECT job_id, attempt, :worker FROM claimed
     )
     SELECT c.attempt, c.failures, j.id AS job_id, j.batch_id, j.prompt, j.prompt_key, j.seed, j.fps, j.reuse::text,
-        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text, to_jsonb(d) AS domain
+        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text, to_jsonb(d) AS domain,
+        set_config('synchronous_commit', 'off', true)
     FROM claimed c JOIN jobs j ON j.id = c.job_id JOIN domains d ON d.id = j.domain_id
         JOIN batches b ON b.id = j.batch_id
     """

@@ -11,8 +11,9 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +66,10 @@ def fill(engine: Engine, jobs: int) -> None:
         connection.execute(text("CHECKPOINT"))  # what the filling left to be written is no part of the claims
 
 
-def work(engine: Engine, worker: str, claims: int, spent: dict[str, list[float]]) -> None:
-    """Claim and finish jobs as a worker does, holding the last 20 sources."""
+def work(url: str, worker: str, claims: int) -> dict[str, list[float]]:
+    """Claim and finish jobs as a worker does, holding the last 20 sources. Returns the seconds of each."""
+    engine = connect(url, plan_once=True)  # as workers do
+    spent: dict[str, list[float]] = {"claim": [], "finish": []}
     with transaction(engine) as connection:
         leases.register(connection, worker, slot=worker, host="bench", pid=1, device="cpu")
     held: list[int] = []
@@ -82,6 +85,7 @@ def work(engine: Engine, worker: str, claims: int, spent: dict[str, list[float]]
         spent["finish"].append(time.perf_counter() - claimed)
         if taken.source_job_id is None:
             held = [*held[-19:], taken.job_id]
+    return spent
 
 
 def main() -> None:
@@ -94,22 +98,21 @@ def main() -> None:
     folder.chmod(0o711)
     settings = profile.ensure(Settings(data_dir=folder))
     try:
-        engine = connect(settings.database_url, plan_once=True)  # as workers do
+        engine = connect(settings.database_url)
         upgrade(engine)
         began = time.perf_counter()
         fill(engine, arguments.jobs)
         print(f"{arguments.jobs} jobs written in {time.perf_counter() - began:.0f} s")
         for workers in sorted({1, arguments.workers}):
-            spent: dict[str, list[float]] = {"claim": [], "finish": []}
-            threads = [
-                threading.Thread(target=work, args=(engine, f"{workers}-{n}", arguments.claims // workers, spent))
-                for n in range(workers)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for what, seconds in spent.items():
+            # Processes, as workers are: threads would wait for each other's interpreter.
+            with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+                each = [
+                    pool.submit(work, settings.database_url, f"{workers}-{n}", arguments.claims // workers)
+                    for n in range(workers)
+                ]
+                spent = [one.result() for one in each]
+            for what in ("claim", "finish"):
+                seconds = [second for one in spent for second in one[what]]
                 cuts = statistics.quantiles(seconds, n=100)
                 figures = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(seconds)}
                 milliseconds = {name: round(1000 * value, 2) for name, value in figures.items()}
