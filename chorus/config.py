@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from .errors import UnsupportedSettings
 
 SCHEDULERS = ("euler", "unipc")
+STEP_CACHES = ("none", "teacache", "magcache", "taylorseer", "pab", "fastercache", "fbcache", "seacache")
+# Below, consecutive steps differ too much for one to stand in for another.
+LEAST_CACHED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,8 @@ class GenerationSettings:
     """Settings of one generation, already normalized: frames are 4k+1, sizes are in pixels.
 
     `guidance_scale` up to 1 means no guidance: one forward pass per step instead of two. `shift` is the s of
-    sigma = s*u / (1 + (s-1)*u). Raises UnsupportedSettings, naming the setting.
+    sigma = s*u / (1 + (s-1)*u). `step_cache` names a cache inside the generation, between its steps. Raises
+    UnsupportedSettings, naming the setting.
     """
 
     width: int
@@ -26,6 +30,7 @@ class GenerationSettings:
     guidance_scale: float
     shift: float
     scheduler: str = "euler"
+    step_cache: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("width", "height", "frames", "fps", "steps"):
@@ -40,6 +45,15 @@ class GenerationSettings:
         if self.scheduler not in SCHEDULERS:
             raise UnsupportedSettings(
                 f"unknown scheduler {self.scheduler!r}", hint=f"known are {', '.join(SCHEDULERS)}"
+            )
+        if self.step_cache not in STEP_CACHES:
+            raise UnsupportedSettings(
+                f"unknown step_cache {self.step_cache!r}", hint=f"known are {', '.join(STEP_CACHES)}"
+            )
+        if self.step_cache != "none" and self.steps < LEAST_CACHED_STEPS:
+            raise UnsupportedSettings(
+                f"step_cache {self.step_cache} gains nothing at {self.steps} steps: few steps differ too much",
+                hint=f"use step_cache none, or at least {LEAST_CACHED_STEPS} steps",
             )
 
     @property

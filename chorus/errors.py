@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
 
 class EngineError(Exception):
     """Root of the tree.
@@ -37,6 +42,18 @@ class BoundaryError(EngineError):
     code = "boundaries"
 
 
+class GainError(EngineError):
+    """A gain isn't a finite number of at least 1, or its decay or step lies outside the steps."""
+
+    code = "gain"
+
+
+class RegionError(EngineError):
+    """Masks or radii don't fit together, or a mask doesn't fit the token grid."""
+
+    code = "region"
+
+
 class DomainMismatch(EngineError):
     """The source was made by other weights or settings than the request asks for: reuse would be illegal."""
 
@@ -55,6 +72,12 @@ class CorruptLatents(EngineError):
     code = "corrupt_latents"
 
 
+class NoOffsets(EngineError):
+    """The tokenizer doesn't say which characters a token stands for, so no word can be found among the tokens."""
+
+    code = "no_offsets"
+
+
 class NotFinite(EngineError):
     """The generation holds NaN or infinity: it must never be stored as done."""
 
@@ -70,12 +93,20 @@ class ConstantOutput(EngineError):
 class Stopped(EngineError):
     """The caller asked to stop; nothing of this generation may be published.
 
-    `step` is the first step that wasn't computed, of `steps`.
+    `step` is the first step that wasn't computed, of `steps`; `checkpoint` is what a run needs to go on from there, or
+    None where it has to begin again: a step cache's memory isn't kept.
     """
 
     code = "stopped"
 
-    def __init__(self, step: int, steps: int) -> None:
+    def __init__(self, step: int, steps: int, checkpoint: Checkpoint | None) -> None:
         super().__init__(f"stopped before step {step} of {steps}", hint="run the request again")
         self.step = step
         self.steps = steps
+        self.checkpoint = checkpoint
+
+
+class CheckpointMismatch(EngineError):
+    """The checkpoint is another generation's, or the request's reuse has changed since."""
+
+    code = "checkpoint_mismatch"

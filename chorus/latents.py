@@ -9,21 +9,36 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from .errors import CorruptLatents
+from .evidence import Evidence
 
-FORMAT = "chorus-trajectory/1"
+FORMAT = "chorus-trajectory/2"
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EVIDENCE = "evidence"
 _NAME = re.compile(r"x_(\d{5})")
 
 
-def pack(trajectory: Mapping[int, torch.Tensor], metadata: Mapping[str, str], dtype: str = "float32") -> bytes:
-    """Bytes of {k: x[k]}, each [C, T, H, W], stored as `dtype` (float32, bfloat16 or float16).
+class Unpacked(NamedTuple):
+    """{k: x[k] float32}, the metadata that they were packed with, and the source's evidence if there was any."""
+
+    latents: dict[int, torch.Tensor]
+    metadata: dict[str, str]
+    evidence: Evidence | None
+
+
+def pack(
+    trajectory: Mapping[int, torch.Tensor],
+    metadata: Mapping[str, str],
+    dtype: str = "float32",
+    evidence: Evidence | None = None,
+) -> bytes:
+    """Bytes of {k: x[k]}, each [C, T, H, W], stored as `dtype` (float32, bfloat16 or float16), and of the evidence.
 
     Only float32 gives back the same latents bit for bit. Raises CorruptLatents where a latent isn't finite, or isn't in
     that dtype.
@@ -34,28 +49,38 @@ def pack(trajectory: Mapping[int, torch.Tensor], metadata: Mapping[str, str], dt
         if not bool(torch.isfinite(stored).all()):
             raise CorruptLatents(f"x[{k}] is not finite as {dtype}", hint="store float32, or look at the generation")
         tensors[f"x_{k:05d}"] = stored
+    header: dict[str, Any] = {"format": FORMAT, "metadata": dict(metadata)}
+    if evidence is not None:
+        tensors[_EVIDENCE] = evidence.maps.contiguous()
+        header["words"] = [list(span) for span in evidence.spans]
     # One key: the library writes several in an order that changes from run to run.
-    header = {"format": FORMAT, "metadata": dict(metadata), "sha256": _digest(tensors, metadata)}
+    header["sha256"] = _digest(tensors, header)
     return save(tensors, {"chorus": json.dumps(header, sort_keys=True)})
 
 
-def unpack(data: bytes) -> tuple[dict[int, torch.Tensor], dict[str, str]]:
-    """({k: x[k] float32}, metadata) of what `pack` made. Raises CorruptLatents for anything else."""
+def unpack(data: bytes) -> Unpacked:
+    """What `pack` was given. Raises CorruptLatents for anything else."""
     try:
         tensors = load(data)
         header = _header(data)
-        metadata = dict(header["metadata"])
-        digest = header["sha256"]
+        digest = header.pop("sha256")
         if header["format"] != FORMAT:
             raise CorruptLatents(f"latents of format {header['format']!r}, not {FORMAT!r}")
+        found = tensors.pop(_EVIDENCE, None)
+        words = tuple((int(start), int(end)) for start, end in header.get("words", ()))
+        if (found is None) != (not words) or (found is not None and len(found) != len(words)):
+            raise CorruptLatents("the stored evidence isn't that of its words", hint="evict the entry")
         steps = {int(_NAME.fullmatch(name)[1]): name for name in tensors}  # type: ignore[index]
     except CorruptLatents:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CorruptLatents(f"the stored latents can't be read: {error}", hint="evict the entry") from error
-    if _digest(tensors, metadata) != digest:
+    evidence = Evidence(words, found) if found is not None else None
+    everything = tensors if found is None else {**tensors, _EVIDENCE: found}
+    if _digest(everything, header) != digest:
         raise CorruptLatents("the stored latents are not those that were written", hint="evict the entry")
-    return {k: tensors[name].to(torch.float32) for k, name in sorted(steps.items())}, metadata
+    latents = {k: tensors[name].to(torch.float32) for k, name in sorted(steps.items())}
+    return Unpacked(latents, dict(header["metadata"]), evidence)
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -66,9 +91,9 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """sha256 over names, shapes, dtypes, bytes and metadata."""
-    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+def _digest(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> str:
+    """sha256 over the header, and names, shapes, dtypes and bytes."""
+    digest = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         # As bytes: numpy has no bfloat16.

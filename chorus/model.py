@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .config import GenerationSettings
@@ -27,6 +29,12 @@ class VideoModel(Protocol):
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, uncut, with the special ones."""
 
+    def token_offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters of the text that each text slot stands for, cut as `encode` cuts; (0, 0) for a special one.
+
+        Raises NoOffsets where the tokenizer can't tell.
+        """
+
     @property
     def text_slots(self) -> int:
         """Text positions that the transformer attends to; longer texts are cut."""
@@ -36,3 +44,6 @@ class VideoModel(Protocol):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pixels [F, H, W, 3] in 0..1, float32, of latents [C, T, H, W]."""
+
+    def judge(self, prompt: str, frames: npt.NDArray[np.uint8]) -> dict[str, bool] | None:
+        """Which attributes that the prompt names the finished video [F, H, W, 3] shows; None where nobody can tell."""

@@ -28,6 +28,8 @@ class DomainRecord:
     shift: float
     scheduler: str
     negative_prompt: str
+    policy: str
+    step_cache: str
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,18 @@ class Claim:
     similarity: float | None
     failures: int
     domain: DomainRecord
+    checkpoint: StoredObject | None = None  # of an earlier attempt that was stopped: to go on from
 
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The trace of one finished job (README, "Method")."""
+    """The trace of one finished job (README, "Method").
+
+    `details` holds what reuse consisted of, as far as there was any, as plain values: `phrases` [the source's, this
+    prompt's] for what differs, `tokens` (the differential ones' text slots), `gains` ([of the keys, of the output] for
+    each computed step), `visible` (the share of the tokens that each computed step computed), `regions` (sha256 of the
+    masks), and whatever else the engine counts.
+    """
 
     cache_result: CacheResult
     video: StoredObject
@@ -75,6 +84,10 @@ class GenerationRecord:
     peak_memory: int = 0  # bytes
     backend: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    kind: str | None = None  # of the difference between the prompts
+    scope: str | None = None  # where it lies
+    details: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, bool] | None = None  # attribute -> whether the video shows it; None: nobody can tell
 
 
 @dataclass(frozen=True)

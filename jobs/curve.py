@@ -66,10 +66,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Domain:
-    """What reuse means inside one domain: pairs of similarity >= `tau` (0..1), at cost `curve`(m)."""
+    """What reuse means inside one domain: pairs of similarity >= `tau` (0..1), at cost `curve`(m).
+
+    Without `semantic` there is none: its rows are linked to equal ones and else computed.
+    """
 
     tau: float
     curve: Curve
+    semantic: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.tau <= 1.0:

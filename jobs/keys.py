@@ -25,6 +25,11 @@ def latents_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
     return f"{_attempt(batch_id, job_id, attempt)}/latents.safetensors"
 
 
+def checkpoint_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
+    """The key of what an attempt had computed when it was stopped."""
+    return f"{_attempt(batch_id, job_id, attempt)}/checkpoint.safetensors"
+
+
 def entry_key(domain_key: str, job_id: Identifier, attempt: int) -> str:
     """The key of the cache entry that a job left; `domain_key` is the sha256, in hex, of what entries must share."""
     if not _DOMAIN.fullmatch(domain_key):

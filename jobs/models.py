@@ -43,6 +43,14 @@ class BatchState(enum.Enum):
     cancelled = "cancelled"  # its unfinished jobs were given up
 
 
+class Policy(enum.Enum):
+    """What of a similar request's latents a request uses: part of its domain. Written at ingest."""
+
+    none = "none"  # nothing: every step is computed in full
+    nirvana = "nirvana"  # the first steps, as they are; the rest is computed in full
+    chorus = "chorus"  # the first steps, then the regions in which the prompts agree; the rest in full
+
+
 class Reuse(enum.Enum):
     """What a row allows. Written at ingest."""
 
@@ -128,6 +136,7 @@ class Model(DeclarativeBase):
         list[Any]: JSONB,
         list[int]: ARRAY(Integer),
         BatchState: _enum(BatchState, "batch_state"),
+        Policy: _enum(Policy, "policy"),
         Reuse: _enum(Reuse, "reuse"),
         CacheMode: _enum(CacheMode, "cache_mode"),
         Role: _enum(Role, "role"),
@@ -181,6 +190,8 @@ class Domain(Model):
     shift: Mapped[float]
     scheduler: Mapped[str]
     negative_prompt: Mapped[str]
+    policy: Mapped[Policy] = mapped_column(server_default="chorus")
+    step_cache: Mapped[str] = mapped_column(server_default="none")
 
 
 class Batch(Model):
@@ -286,6 +297,8 @@ class QueueItem(Model):
     failures: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # errors worth another try
     deaths: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # workers lost under it
     not_before: Mapped[datetime | None]  # back-off after an error
+    # {"key", "size", "sha256"} of what a stopped worker had computed so far; the next claim goes on from there.
+    checkpoint: Mapped[dict[str, Any] | None]
 
 
 class Worker(Model):
@@ -367,6 +380,10 @@ class Generation(Model):
     latents_key: Mapped[str]
     latents_sha256: Mapped[str]
     latents_bytes: Mapped[int] = mapped_column(BigInteger)
+    kind: Mapped[str | None]  # of the difference between the two prompts; NULL where none was looked for
+    scope: Mapped[str | None]  # where in the picture that difference lies
+    details: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))  # see claims.GenerationRecord
+    scores: Mapped[dict[str, Any] | None]  # attribute -> whether the video shows it; NULL where nobody can tell
 
 
 class CacheEntry(Model):

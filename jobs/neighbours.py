@@ -22,6 +22,7 @@ class Neighbour:
     entry_id: int
     job_id: int
     similarity: float
+    prompt: str  # as its job's row had it
     steps: Sequence[int]
     object: StoredObject
 
@@ -30,7 +31,7 @@ class Neighbour:
 # matches the approximate index of its space (cache.register_space). The prompt's vector is a scalar sub-query: an index
 # orders by the distance to one value, not to the column of a joined table.
 _QUERY = """
-    SELECT e.id, e.job_id, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> {vector}{cast}) AS m
+    SELECT e.id, e.job_id, e.prompt, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> {vector}{cast}) AS m
     FROM cache_entries e
     WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL
         AND (:same_prompt OR e.prompt_key <> :prompt_key) AND NOT (e.prompt_key = :prompt_key AND e.seed = :seed)
@@ -74,9 +75,8 @@ class NeighbourSearch:
         row = connection.execute(text(query.replace("::", r"\:\:")), values).one_or_none()
         if row is None or row.m is None or row.m < min_similarity:
             return None
-        return Neighbour(
-            row.id, row.job_id, row.m, tuple(row.steps), StoredObject(row.object_key, row.size, row.sha256)
-        )
+        stored = StoredObject(row.object_key, row.size, row.sha256)
+        return Neighbour(row.id, row.job_id, row.m, row.prompt, tuple(row.steps), stored)
 
     def _entries(self, connection: Connection, domain_id: int) -> int:
         counted_at, count = self._counts.get(domain_id, (-COUNT_SECONDS, 0))

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from chorus_batch.jobs.cards.card import ModelCard
 
 # Part of every domain key: raise it when the engine changes so that old latents no longer continue as they began.
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
+
+POLICIES = ("none", "nirvana", "chorus")  # what each reuses: models.Policy
+STEP_CACHES = ("none", "teacache", "magcache", "taylorseer", "pab", "fastercache", "fbcache", "seacache")
+FEWEST_CACHED_STEPS = 10  # with fewer, neighbouring steps differ too much for any of them to stand in for another
 
 # Text that `ftfy.fix_text` and `html.unescape` change in nothing but white space and curly quotes, and which takes a
 # path about 100 times faster: ASCII without `&` and control characters, with the accents and punctuation of ordinary
@@ -44,6 +48,8 @@ class Parameters:
     shift: float
     scheduler: str
     negative_prompt: str
+    policy: str = "chorus"  # what a similar request's latents are used for
+    step_cache: str = "none"  # what a request reuses of its own earlier steps
 
     def __post_init__(self) -> None:
         for name in ("width", "height", "frames", "fps", "steps"):
@@ -57,6 +63,11 @@ class Parameters:
                 raise ValueError(f"{name} is {value}")
             # 5 and 5.0 are the same request and must give the same key.
             object.__setattr__(self, name, value + 0.0)
+        for name, known in (("policy", POLICIES), ("step_cache", STEP_CACHES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, none of {', '.join(known)}")
+        if self.step_cache != "none" and self.steps < FEWEST_CACHED_STEPS:
+            raise ValueError(f"step_cache is {self.step_cache!r} with {self.steps} steps")
 
 
 def clean_prompt(text: str) -> str:

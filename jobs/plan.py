@@ -172,6 +172,8 @@ def plan(
     role[duplicate] = DUPLICATE
     similarity[duplicate] = 1.0
     for code, domain in enumerate(domains):
+        if not domain.semantic:
+            continue
         rows = np.flatnonzero((items.domain == code) & ~duplicate)
         ids = np.flatnonzero(entries.domain == code)
         for block, block_ids in _blocks(vectors, rows, entry_vectors, ids, limits):
@@ -235,6 +237,9 @@ def online_cost(items: Items, domains: Sequence[Domain], cached: Cached | None =
     total = 0.0
     for code, domain in enumerate(domains):
         rows = np.flatnonzero((items.domain == code) & ~duplicate)
+        if not domain.semantic:
+            total += len(rows)
+            continue
         ids = np.flatnonzero(entries.domain == code)
         pool = np.concatenate([entry_vectors[ids], vectors[rows]]) if len(ids) else vectors[rows]
         prompts = np.concatenate([entries.prompt[ids], items.prompt[rows]])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from sqlalchemy import Connection, Row, text
@@ -43,17 +43,19 @@ CLAIM = text(
     ), claimed AS (
         UPDATE queue SET state = 'running', worker_id = :worker, attempt = attempt + 1, not_before = NULL
         FROM chosen WHERE queue.job_id = chosen.job_id
-        RETURNING queue.job_id, queue.attempt, queue.failures
+        RETURNING queue.job_id, queue.attempt, queue.failures, queue.checkpoint
     ), recorded AS (
         INSERT INTO attempts (job_id, attempt, worker_id) SELECT job_id, attempt, :worker FROM claimed
     )
-    SELECT c.attempt, c.failures, j.id AS job_id, j.batch_id, j.prompt, j.prompt_key, j.seed, j.fps, j.reuse::text,
-        j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text, to_jsonb(d) AS domain,
-        set_config('synchronous_commit', 'off', true)
+    SELECT c.attempt, c.failures, c.checkpoint, j.id AS job_id, j.batch_id, j.prompt, j.prompt_key, j.seed, j.fps,
+        j.reuse::text, j.role::text, j.source_job_id, j.source_entry_id, j.similarity, b.cache::text,
+        to_jsonb(d) AS domain, set_config('synchronous_commit', 'off', true)
     FROM claimed c JOIN jobs j ON j.id = c.job_id JOIN domains d ON d.id = j.domain_id
         JOIN batches b ON b.id = j.batch_id
     """
 )
+
+_DOCUMENTS = ("seconds", "backend", "notes", "details", "scores")  # of a generation: its JSON columns
 
 
 def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> Claim | None:
@@ -80,6 +82,7 @@ def claim(connection: Connection, worker_id: str, held: Sequence[int] = ()) -> C
         similarity=row.similarity,
         failures=row.failures,
         domain=DomainRecord(**row.domain),
+        checkpoint=StoredObject(**row.checkpoint) if row.checkpoint else None,
     )
 
 
@@ -112,12 +115,13 @@ def fail(
 ) -> bool:
     """Record an error. Back to the queue after a delay that doubles (seconds) if `retry` and tries are left.
 
-    Returns whether the job will be tried again. Its followers are freed when it won't.
+    Returns whether the job will be tried again, from its beginning: what was computed so far may be what failed. Its
+    followers are freed when it won't.
     """
     again = retry and claim.failures + 1 < max_failures
     if again:
         update = f"""
-            UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL, failures = failures + 1,
+            UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL, failures = failures + 1, checkpoint = NULL,
                 not_before = now() + make_interval(secs => :delay)
             WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker
         """
@@ -134,13 +138,18 @@ def fail(
     return again
 
 
-def release(connection: Connection, claim: Claim) -> None:
-    """Give a job back unfinished (the worker was told to stop). Costs none of its tries."""
+def release(connection: Connection, claim: Claim, checkpoint: StoredObject | None = None) -> None:
+    """Give a job back unfinished (the worker was told to stop). Costs none of its tries.
+
+    The next claim gets `checkpoint` to go on from; without one it gets the checkpoint that this claim had, if any.
+    """
     update = f"""
-        UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL
+        UPDATE queue SET state = {READY_AGAIN}, worker_id = NULL,
+            checkpoint = coalesce(CAST(:checkpoint AS jsonb), checkpoint)
         WHERE job_id = :job AND attempt = :attempt AND worker_id = :worker
     """
-    if connection.execute(text(update), _fence(claim)).rowcount == 1:
+    stored = None if checkpoint is None else json.dumps(asdict(checkpoint))
+    if connection.execute(text(update), {**_fence(claim), "checkpoint": stored}).rowcount == 1:
         _end_attempt(connection, claim, "released")
 
 
@@ -194,10 +203,11 @@ def _free_dependants(connection: Connection, job_id: int) -> int:
 
 def _insert_generation(connection: Connection, claim: Claim, record: GenerationRecord) -> None:
     values = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in ("video", "latents")}
-    values |= {name: json.dumps(_plain(values[name])) for name in ("seconds", "backend", "notes")}
+    documents = [name for name in _DOCUMENTS if values[name] is not None]
+    values |= {name: json.dumps(_plain(values[name])) for name in documents}
     values |= {"cache_result": record.cache_result.value, "job_id": claim.job_id, "attempt": claim.attempt}
     values |= _object_columns("video", record.video) | _object_columns("latents", record.latents)
-    casts = {"cache_result": "cache_result", "seconds": "jsonb", "backend": "jsonb", "notes": "jsonb"}
+    casts = {"cache_result": "cache_result", **dict.fromkeys(_DOCUMENTS, "jsonb")}
     placeholders = [f"CAST(:{n} AS {casts[n]})" if n in casts else f":{n}" for n in values]
     insert = f"INSERT INTO generations ({', '.join(values)}) VALUES ({', '.join(placeholders)})"
     connection.execute(text(insert), values)

@@ -22,6 +22,9 @@ Profile = Literal["local", "production"]
 BROKERS = ("redis", "rediss", "redis+socket", "amqp", "amqps")
 
 
+LATENT_DTYPES = ("float16", "bfloat16", "float32")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything the program is told from outside. Addresses are empty until a profile fills them."""
@@ -43,6 +46,7 @@ class Settings:
     embedder: str = "minilm"  # minilm | clip:<folder or hub id>
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
+    attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
     lease: float = 30.0  # a worker silent for longer has lost its jobs
@@ -52,6 +56,7 @@ class Settings:
     max_deaths: int = 3  # times a worker died under it, then quarantine
     # The cache.
     min_similarity: float = 0.0  # 0: the model card's own threshold
+    latent_dtype: str = "float16"  # of the latents in an entry: see LATENT_DTYPES; a video's own are float32
     exact_search_rows: int = 100_000  # above this many entries in a domain the approximate index is used
 
     def __post_init__(self) -> None:
@@ -64,6 +69,8 @@ class Settings:
                 "broker_url is not the URL of a broker",
                 hint=f"set CHORUS_BROKER_URL to one of {', '.join(f'{known}://' for known in BROKERS)}",
             )
+        if self.latent_dtype not in LATENT_DTYPES:
+            raise SettingsError(f"latent_dtype is {self.latent_dtype!r}", hint=f"use {', '.join(LATENT_DTYPES)}")
         if self.lease < 2 * self.heartbeat_interval:
             raise SettingsError(
                 f"lease ({self.lease} s) is shorter than two heartbeats ({self.heartbeat_interval} s each)",

@@ -1,4 +1,4 @@
-"""What can be read: progress of a batch, its jobs, one job's history, sums over the statistics views."""
+"""What can be read: a batch's progress and jobs, what to compare of it, one job's history, sums over the views."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 from sqlalchemy import Connection, text
 
+from chorus_batch.jobs.comparison import Batch, Made
 from chorus_batch.jobs.errors import NotFound, UsageError
 
 
@@ -139,8 +140,10 @@ def jobs(
         SELECT j.id AS job, j.external_id AS id, j.row, j.line, j.prompt, j.seed, s.state, j.role::text,
             g.cache_result::text, g.similarity, g.entry_id, e.job_id AS source, g.origin_job_id,
             g.steps_total, g.steps_computed, j.error_code, j.error_message, j.extra, j.output_name, j.copy,
-            g.video_key, g.video_sha256, g.video_bytes, g.latents_key, g.latents_sha256, g.latents_bytes
-        FROM jobs j JOIN job_states s ON s.job_id = j.id
+            g.video_key, g.video_sha256, g.video_bytes, g.latents_key, g.latents_sha256, g.latents_bytes,
+            d.policy::text, d.step_cache, g.k1, g.k2, g.tokens_total, g.tokens_computed,
+            g.kind, g.scope, g.details, g.scores
+        FROM jobs j JOIN job_states s ON s.job_id = j.id JOIN domains d ON d.id = j.domain_id
             LEFT JOIN generations g ON g.job_id = j.id LEFT JOIN cache_entries e ON e.id = g.entry_id
         WHERE j.batch_id = :batch AND (CAST(:state AS text) IS NULL OR s.state = :state)
             AND (CAST(:code AS text) IS NULL OR j.error_code = :code)
@@ -151,6 +154,20 @@ def jobs(
     )
     for row in rows:
         yield dict(row._mapping)
+
+
+def compared(connection: Connection, batch_id: int) -> Batch:
+    """What there is to compare of a batch."""
+    name = connection.execute(text("SELECT name FROM batches WHERE id = :id"), {"id": batch_id}).scalar_one()
+    query = """
+        SELECT j.prompt_key, j.seed, j.fps, d.policy::text, d.step_cache, g.cache_result::text,
+            coalesce(g.tokens_computed, 0) AS tokens,
+            coalesce((g.seconds->>'denoise')::double precision, 0) AS denoise_seconds, g.scores
+        FROM jobs j JOIN domains d ON d.id = j.domain_id LEFT JOIN generations g ON g.job_id = j.id
+        WHERE j.batch_id = :batch ORDER BY j.file, j.row, j.copy
+    """
+    rows = connection.execute(text(query), {"batch": batch_id})
+    return Batch(batch_id, name, [Made(**{**row._mapping, "prompt_key": bytes(row.prompt_key)}) for row in rows])
 
 
 def job(connection: Connection, job_id: int) -> dict[str, Any]:
@@ -181,7 +198,10 @@ def totals(connection: Connection, batch_id: int | None = None) -> dict[str, Any
             coalesce(sum(steps_total), 0)::bigint AS steps_total,
             coalesce(sum(steps_skipped), 0)::bigint AS steps_skipped,
             sum(steps_skipped)::double precision / nullif(sum(steps_total), 0) AS steps_skipped_share,
-            coalesce(sum(seconds), 0) AS seconds
+            coalesce(sum(seconds), 0) AS seconds,
+            coalesce(sum(tokens_total), 0)::bigint AS tokens_total,
+            coalesce(sum(tokens_computed), 0)::bigint AS tokens_computed,
+            sum(tokens_total - tokens_computed)::double precision / nullif(sum(tokens_total), 0) AS tokens_skipped_share
         FROM cache_hits_by_batch WHERE CAST(:batch AS bigint) IS NULL OR batch_id = :batch
     """
     return dict(connection.execute(text(query), {"batch": batch_id}).one()._mapping)
@@ -205,6 +225,7 @@ def cache_totals(connection: Connection) -> dict[str, Any]:
             count(*) FILTER (WHERE evicted_at IS NOT NULL) AS evicted,
             coalesce(sum(bytes) FILTER (WHERE evicted_at IS NULL), 0)::bigint AS bytes,
             coalesce(sum(hits), 0)::bigint AS hits, coalesce(sum(steps_skipped), 0)::bigint AS steps_skipped,
+            coalesce(sum(tokens_skipped), 0)::bigint AS tokens_skipped,
             count(*) FILTER (WHERE hits = 0 AND evicted_at IS NULL) AS never_used
         FROM savings_by_entry
     """

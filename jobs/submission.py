@@ -125,7 +125,8 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def _submission_key(files: Sequence[Mapping[str, Any]], ingest: IngestOptions, options: SubmitOptions) -> str:
-    asked = {k: v for k, v in asdict(replace(ingest, salt=0)).items() if k != "card"}
+    asked = {k: v for k, v in asdict(replace(ingest, salt=0)).items() if k not in ("card", "policy")}
+    asked["defaults"] = asdict(ingest.own_card.defaults)  # the policy is one of them, named or not
     parts = [[f["sha256"] for f in files], asked, ingest.card.name, ingest.card.fingerprint, options.cache.value]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{key}-{secrets.token_hex(8)}" if options.new else key
@@ -161,7 +162,7 @@ def _embedded(engine: Engine, embedder: Embedder, columns: Requested, mode: Cach
     """The space's id, and a unit vector for each different prompt [n, d]; none is needed if nothing is to be reused."""
     with transaction(engine) as connection:
         space_id = cache.register_space(connection, embedder.space, embedder.dimension)
-    if mode is CacheMode.off:
+    if mode is CacheMode.off or not any(map(_is_semantic, columns.domains)):
         return space_id, None
     vectors = np.empty((len(columns.prompts), embedder.dimension), np.float32)
     missing: list[int] = []
@@ -210,7 +211,7 @@ def _planned(
     mode: CacheMode,
 ) -> plan.Plan:
     if vectors is None or mode is CacheMode.exact:
-        return plan.unshared(np.array(columns.request), link=mode is CacheMode.exact)
+        return plan.unshared(np.array(columns.request), link=mode is not CacheMode.off)
     items = plan.Items(
         domain=np.array(columns.domain, np.int64),
         request=np.array(columns.request, np.int64),
@@ -222,7 +223,7 @@ def _planned(
     domains = []
     for parameters in columns.domains:
         tau, curve = _curve(ingest, parameters.steps)
-        domains.append(Domain(max(tau, settings.min_similarity), curve))
+        domains.append(Domain(max(tau, settings.min_similarity), curve, _is_semantic(parameters)))
     cached = _cached(settings, engine, columns, domain_ids, vectors.shape[1])
     return plan.plan(items, domains, cached, shared=mode is CacheMode.on)
 
@@ -234,6 +235,10 @@ def _curve(ingest: IngestOptions, steps: int) -> tuple[float, Curve]:
     return tables[nearest][0][0], Curve.of_boundaries(tables[nearest], nearest)
 
 
+def _is_semantic(domain: Parameters) -> bool:
+    return domain.policy != "none"
+
+
 def _cached(
     settings: Settings, engine: Engine, columns: Requested, domain_ids: Sequence[int], dimension: int
 ) -> plan.Cached:
@@ -241,6 +246,8 @@ def _cached(
     ids, domains, prompts, found = [], [], [], []
     with transaction(engine) as connection:
         for code, domain_id in enumerate(domain_ids):
+            if not _is_semantic(columns.domains[code]):
+                continue
             for entry_id, key, vector in cache.live_entries(connection, domain_id, settings.exact_search_rows):
                 ids.append(entry_id)
                 domains.append(code)

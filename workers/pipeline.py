@@ -5,26 +5,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from chorus_batch.chorus import checkpoint
 from chorus_batch.chorus.config import GenerationSettings
-from chorus_batch.chorus.errors import CorruptLatents, EngineError, MissingStep, Stopped
+from chorus_batch.chorus.engine import Engine
+from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, EngineError, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
+from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
-from chorus_batch.chorus.schedule import noise_levels
-from chorus_batch.jobs import cache, queue
+from chorus_batch.chorus.segment import Source
+from chorus_batch.jobs import cache, keys, queue
 from chorus_batch.jobs.claims import Claim, GenerationRecord
 from chorus_batch.jobs.database import statement, transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown, ObjectCorrupt, ObjectMissing
 from chorus_batch.jobs.models import CacheMode, CacheResult, Role
-from chorus_batch.jobs.models import Reuse as ReusePolicy
+from chorus_batch.jobs.models import Reuse as RowReuse
 from chorus_batch.jobs.neighbours import Neighbour
 from chorus_batch.jobs.parameters import clean_prompt
+from chorus_batch.jobs.storage import StoredObject
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import Finished, Publisher, no_object, record_objects
-from chorus_batch.workers.runtime import LoadedModel, Runtime
+from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +63,8 @@ class Pipeline:
         notes: list[str] = []
         try:
             self._publisher.publish(self._linked(claim, phases, notes) or self._generated(claim, phases, notes))
-        except Stopped:
-            self._end(claim)
+        except Stopped as stopped:
+            self._stopped(claim, stopped)
         except ClaimLost as error:
             log.warning("%s", error)
             self._heartbeat.drops(claim)
@@ -87,12 +93,20 @@ class Pipeline:
         assert heartbeat is not None
         return heartbeat
 
-    def _end(self, claim: Claim, code: str | None = None, message: str = "", *, retry: bool = True) -> None:
-        """Release a claim, or with a code record a failure."""
+    def _end(
+        self,
+        claim: Claim,
+        code: str | None = None,
+        message: str = "",
+        *,
+        retry: bool = True,
+        checkpoint: StoredObject | None = None,
+    ) -> None:
+        """Release a claim, for its next holder to go on from the checkpoint; with a code record a failure."""
         try:
             with transaction(self._runtime.database) as connection:
                 if code is None:
-                    queue.release(connection, claim)
+                    queue.release(connection, claim, checkpoint)
                 else:
                     limit = self._runtime.settings.max_failures
                     queue.fail(connection, claim, code, message, retry=retry, max_failures=limit)
@@ -130,39 +144,54 @@ class Pipeline:
             tokens_total=found.tokens_total,
             video=video,
             latents=latents,
+            scores=found.scores,
         )
         return Finished(claim, record, phases)
 
     def _generated(self, claim: Claim, phases: Phases, notes: list[str]) -> Finished:
         loaded = self._runtime.model(claim.domain)
-        settings = _settings(claim)
-        reuse, neighbour = self._reuse(claim, loaded, phases, notes)
-        kept: frozenset[int] = frozenset()
-        if reuse is None and claim.cache in (CacheMode.on, CacheMode.exact):
-            kept = loaded.boundaries.kept_steps(settings.steps, noise_levels(settings.steps, settings.shift))
+        policy, settings = loaded.policies[claim.domain.policy], _settings(claim)
         request = Request(
             clean_prompt(claim.prompt), claim.seed, settings, claim.domain.key, claim.domain.negative_prompt
         )
-        result = loaded.engine.generate(request, reuse, keep=kept, should_stop=lambda: self._should_stop(claim))
+        reuse, neighbour = self._reuse(claim, loaded.engine, policy, request, phases, notes)
+        stores = reuse is None and claim.cache in (CacheMode.on, CacheMode.exact)
+        run = partial(
+            loaded.engine.generate,
+            request,
+            reuse,
+            keep=policy.kept_steps(settings) if stores else frozenset(),
+            evidence=stores and policy.policy is Policy.chorus,
+            should_stop=lambda: self._should_stop(claim),
+        )
+        try:
+            result = run(resume=self._checkpoint(claim, phases, notes))
+        except CheckpointMismatch:
+            notes.append("the checkpoint was another generation's: computed from the beginning")
+            result = run()
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
         with phases.timed("decode"):
             frames = loaded.engine.decode(result.latents)
-        return self._finished(claim, phases, result, frames, neighbour, notes)
+        return self._finished(claim, phases, loaded, request, result, frames, neighbour, notes)
 
     def _should_stop(self, claim: Claim) -> bool:
         return self._runtime.stopping.is_set() or self._heartbeat.lost(claim)
 
     def _reuse(
-        self, claim: Claim, loaded: LoadedModel, phases: Phases, notes: list[str]
+        self,
+        claim: Claim,
+        engine: Engine,
+        policy: ReusePolicy,
+        request: Request,
+        phases: Phases,
+        notes: list[str],
     ) -> tuple[Reuse | None, Neighbour | None]:
         """What the nearest entry of the domain offers; nothing for a planned source, whose followers count on it."""
-        semantic = claim.cache in (CacheMode.on, CacheMode.readonly) and claim.reuse is not ReusePolicy.off
-        if not semantic or claim.role is Role.source:
+        semantic = claim.cache in (CacheMode.on, CacheMode.readonly) and claim.reuse is not RowReuse.off
+        if not semantic or claim.role is Role.source or policy.policy is Policy.none:
             return None, None
-        steps = claim.domain.steps
-        least = max(loaded.boundaries.tau_at(steps), self._runtime.settings.min_similarity)
-        levels = noise_levels(steps, claim.domain.shift)
+        least = max(policy.boundaries.tau_at(claim.domain.steps), self._runtime.settings.min_similarity)
         with phases.timed("lookup"), transaction(self._runtime.database) as connection:
             neighbour = self._runtime.search.nearest(connection, claim, least)
         if neighbour is None:
@@ -170,13 +199,15 @@ class Pipeline:
             return None, None
         if claim.role is Role.follower and claim.source_job_id not in (None, neighbour.job_id):
             notes.append(f"job {neighbour.job_id} is nearer than the planned source {claim.source_job_id}")
-        k1, _ = loaded.boundaries.at(neighbour.similarity, steps, levels)
-        if k1 == 0:
-            return None, None
         try:
-            latents = self._latents(neighbour, phases)
-            if k1 not in latents:
-                raise MissingStep(f"entry {neighbour.entry_id} holds no latents of step {k1}")
+            held = self._held(neighbour, phases)
+            with phases.timed("decide"):
+                source = Source(clean_prompt(neighbour.prompt), held.evidence)
+                candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
+                offsets = engine.model.token_offsets(request.prompt)
+                decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
+            if decision.reuse is not None and decision.reuse.k1 not in held.latents:
+                raise MissingStep(f"entry {neighbour.entry_id} holds no latents of step {decision.reuse.k1}")
         except (ObjectMissing, ObjectCorrupt, CorruptLatents, MissingStep) as error:
             log.warning("entry %s evicted: %s", neighbour.entry_id, error)
             notes.append(f"entry {neighbour.entry_id} was evicted ({error.code}): computed in full")
@@ -184,24 +215,48 @@ class Pipeline:
             with transaction(self._runtime.database) as connection:
                 cache.evict(connection, neighbour.entry_id, error.code)
             return None, None
-        # Stage 1 alone for now: full reuse up to k1, full compute from there.
-        return Reuse(neighbour.entry_id, claim.domain.key, neighbour.similarity, k1, k1, latents), neighbour
+        notes += decision.notes
+        return decision.reuse, neighbour if decision.reuse is not None else None
 
-    def _latents(self, neighbour: Neighbour, phases: Phases) -> Mapping[int, torch.Tensor]:
+    def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
         held = self._runtime.held.get(neighbour.job_id, neighbour.object.sha256)
-        if held is not None:
-            return held
-        with phases.timed("fetch"):
-            latents, _ = unpack(self._runtime.store.get(neighbour.object.key, neighbour.object))
-        self._runtime.held.add(neighbour.job_id, neighbour.object.sha256, latents)
-        return latents
+        if held is None:
+            with phases.timed("fetch"):
+                held = _unpacked(self._runtime.store.get(neighbour.object.key, neighbour.object))
+            self._runtime.held.add(neighbour.job_id, neighbour.object.sha256, held)
+        return held
+
+    def _checkpoint(self, claim: Claim, phases: Phases, notes: list[str]) -> checkpoint.Checkpoint | None:
+        """Where an earlier attempt was stopped, if it left anything that can be read."""
+        if claim.checkpoint is None:
+            return None
+        try:
+            with phases.timed("fetch"):
+                return checkpoint.unpack(self._runtime.store.get(claim.checkpoint.key, claim.checkpoint))
+        except (ObjectMissing, ObjectCorrupt, CorruptLatents) as error:
+            notes.append(f"the checkpoint was lost ({error.code}): computed from the beginning")
+            return None
+
+    def _stopped(self, claim: Claim, stopped: Stopped) -> None:
+        """Give the job back with what was computed; without it if the store can't take it."""
+        stored: StoredObject | None = None
+        if stopped.checkpoint is not None and not self._heartbeat.lost(claim):
+            key = keys.checkpoint_key(claim.batch_id, claim.job_id, claim.attempt)
+            try:
+                data = checkpoint.pack(stopped.checkpoint)
+                stored = self._runtime.store.put(key, data, "application/octet-stream")
+            except ChorusBatchError as error:
+                log.warning("job %s: the checkpoint wasn't stored: %s", claim.job_id, error)
+        self._end(claim, checkpoint=stored)
 
     def _finished(
         self,
         claim: Claim,
         phases: Phases,
+        loaded: LoadedModel,
+        request: Request,
         result: Result,
-        frames: object,
+        frames: npt.NDArray[np.uint8],
         neighbour: Neighbour | None,
         notes: list[str],
     ) -> Finished:
@@ -216,21 +271,33 @@ class Pipeline:
             similarity=neighbour.similarity if neighbour is not None else None,
             k1=trace.k1,
             k2=trace.k2,
+            kind=trace.kind,
+            scope=trace.scope,
             forward_passes=trace.forward_passes,
             tokens_computed=trace.tokens_computed,
             tokens_total=trace.tokens_total,
             flops=float(trace.flops_computed),
             peak_memory=trace.peak_memory,
             backend=trace.backend,
+            details=trace.details(),
             notes=tuple(notes),
         )
         with phases.timed("pack"):
             domain = {"domain": claim.domain.key}
             latents = pack({trace.steps_total: result.latents}, domain)
-            entry = pack(result.trajectory, domain) if result.trajectory else None
+            entry = None
+            if result.trajectory:
+                entry = pack(result.trajectory, domain, self._runtime.settings.latent_dtype, result.evidence)
         if entry is not None:
-            self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), result.trajectory)
-        return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)))  # type: ignore[arg-type]
+            # Read back: a follower must start from the same latents whether it finds them here or in the store.
+            self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), _unpacked(entry))
+        judge = partial(loaded.engine.model.judge, request.prompt, frames)
+        return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)), judge)
+
+
+def _unpacked(data: bytes) -> HeldSource:
+    latents, _, evidence = unpack(data)
+    return HeldSource(latents, evidence)
 
 
 def _settings(claim: Claim) -> GenerationSettings:
@@ -244,4 +311,5 @@ def _settings(claim: Claim) -> GenerationSettings:
         guidance_scale=domain.guidance_scale,
         shift=domain.shift,
         scheduler=domain.scheduler,
+        step_cache=domain.step_cache,
     )

@@ -11,6 +11,7 @@ import queue as queues
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Finished:
     latents: bytes = b""
     entry: bytes | None = None
     entry_steps: tuple[int, ...] = ()
+    judge: Callable[[], Mapping[str, bool] | None] | None = None  # which attributes the video shows, if one can tell
 
 
 class Publisher:
@@ -107,6 +109,8 @@ class Publisher:
         entry: EntryRecord | None = None
         if finished.frames is not None:
             video = self._mux(finished)
+            if finished.judge is not None:
+                record = replace(record, scores=finished.judge())
             with phases.timed("upload"):
                 put = self._runtime.store.put
                 place = (claim.batch_id, claim.job_id, claim.attempt)
@@ -122,6 +126,8 @@ class Publisher:
         record = replace(record, seconds=dict(phases.seconds), seconds_total=phases.total)
         with transaction(self._runtime.database) as connection:
             queue.finish(connection, claim, record, entry)
+        if claim.checkpoint is not None:
+            self._remove([claim.checkpoint.key], claim)
 
     def _mux(self, finished: Finished) -> bytes:
         assert finished.frames is not None
@@ -151,8 +157,12 @@ class Publisher:
         place = (claim.batch_id, claim.job_id, claim.attempt)
         orphans = [keys.video_key(*place), keys.latents_key(*place)]
         orphans.append(keys.entry_key(claim.domain.key, claim.job_id, claim.attempt))
+        self._remove(orphans, claim)
+
+    def _remove(self, objects: Sequence[str], claim: Claim) -> None:
+        """Objects that nobody will ask for. One that can't be removed now stays."""
         try:
-            self._runtime.store.remove(orphans)
+            self._runtime.store.remove(objects)
         except ChorusBatchError as error:
             log.warning("job %s: %s", claim.job_id, error)
 

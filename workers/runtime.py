@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy
 
-from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.neighbours import NeighbourSearch
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from chorus_batch.chorus.engine import Engine
-    from chorus_batch.chorus.stages import Boundaries
+    from chorus_batch.chorus.evidence import Evidence
+    from chorus_batch.chorus.policy import Policy, ReusePolicy
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +35,47 @@ HELD_BYTES = 512 << 20  # latents of sources kept in memory, so that their follo
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and its table of boundaries."""
+    """A model ready to run, and how each policy reuses its latents."""
 
     engine: Engine
-    boundaries: Boundaries
+    policies: Mapping[str, ReusePolicy]
+
+
+@dataclass(frozen=True)
+class HeldSource:
+    """A source's {k: x[k]} and its evidence, as they are stored: whoever fetched them would have the same."""
+
+    latents: Mapping[int, torch.Tensor]
+    evidence: Evidence | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the latents."""
+        return sum(x.numel() * x.element_size() for x in self.latents.values())
 
 
 class HeldSources:
-    """The latents of the sources that this process made or fetched last, by the source's job."""
+    """The sources that this process made or fetched last, by the source's job."""
 
     def __init__(self, limit: int = HELD_BYTES) -> None:
         self._limit = limit
         self._bytes = 0
-        self._sources: OrderedDict[int, tuple[str, Mapping[int, torch.Tensor]]] = OrderedDict()
+        self._sources: OrderedDict[int, tuple[str, HeldSource]] = OrderedDict()
 
     def ids(self) -> list[int]:
         """The sources' jobs, for a claim to prefer their followers."""
         return list(self._sources)
 
-    def add(self, job_id: int, sha256: str, latents: Mapping[int, torch.Tensor]) -> None:
-        """Keep {k: x[k]}; the longest unused ones go when memory is up."""
+    def add(self, job_id: int, sha256: str, source: HeldSource) -> None:
+        """Keep a source; the longest unused ones go when memory is up."""
         self.drop(job_id)
-        self._sources[job_id] = (sha256, latents)
-        self._bytes += _size(latents)
+        self._sources[job_id] = (sha256, source)
+        self._bytes += source.size
         while self._bytes > self._limit and len(self._sources) > 1:
             self.drop(next(iter(self._sources)))
 
-    def get(self, job_id: int, sha256: str) -> Mapping[int, torch.Tensor] | None:
-        """The latents if they are those of the object with this checksum."""
+    def get(self, job_id: int, sha256: str) -> HeldSource | None:
+        """The source if it is that of the object with this checksum."""
         found = self._sources.get(job_id)
         if found is None or found[0] != sha256:
             return None
@@ -72,11 +86,7 @@ class HeldSources:
         """Forget a source."""
         found = self._sources.pop(job_id, None)
         if found is not None:
-            self._bytes -= _size(found[1])
-
-
-def _size(latents: Mapping[int, torch.Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in latents.values())
+            self._bytes -= found[1].size
 
 
 class Runtime:
@@ -129,13 +139,14 @@ class Runtime:
         """The model of a domain, loaded once. Raises EngineError if its weights aren't those that were planned with."""
         from chorus_batch.chorus.engine import Engine
         from chorus_batch.chorus.errors import WeightsError
-        from chorus_batch.chorus.stages import Boundaries
+        from chorus_batch.chorus.policy import Policy
 
         if domain.model not in self._models:
             card = load_card(domain.model)
             engine = Engine.load(domain.model, device=self._device(), threads=self.settings.threads)
-            boundaries = Boundaries.parse(card.boundaries, card.defaults.shift)
-            self._models[domain.model] = LoadedModel(engine, boundaries)
+            engine.use_attention(self.settings.attention_backend or None)
+            policies = {policy.value: _reuse_policy(card, policy) for policy in Policy}
+            self._models[domain.model] = LoadedModel(engine, policies)
         loaded = self._models[domain.model]
         if loaded.engine.fingerprint != domain.fingerprint:
             raise WeightsError(
@@ -150,3 +161,23 @@ class Runtime:
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _reuse_policy(card: ModelCard, policy: Policy) -> ReusePolicy:
+    """How a model's latents are reused under a policy, by its card; the differ and the segmenter need no other model."""
+    from chorus_batch.chorus.differ import LexicalDiffer
+    from chorus_batch.chorus.gains import Gains
+    from chorus_batch.chorus.policy import ReusePolicy
+    from chorus_batch.chorus.regions import RegionSettings
+    from chorus_batch.chorus.segment import EvidenceSegmenter
+    from chorus_batch.chorus.stages import Boundaries
+
+    return ReusePolicy(
+        policy,
+        Boundaries.parse(card.boundaries, card.defaults.shift, card.kinds),
+        # No tau above 1: a card without boundaries reuses nothing, whatever its gains.
+        Gains(**card.gains, tau=min(card.tau, 0.99)),
+        RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
+        LexicalDiffer(),
+        EvidenceSegmenter(),
+    )

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import wan
@@ -61,6 +63,10 @@ class TinyModel:
         """Tokens of a text, uncut, with [CLS] and [SEP]."""
         return self._text.count_tokens(text)
 
+    def token_offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters that each text slot stands for."""
+        return self._text.token_offsets(text)
+
     def encode(self, text: str) -> torch.Tensor:
         """Text features [1, slots, 384]."""
         return self._text.encode(text)
@@ -69,6 +75,12 @@ class TinyModel:
         """Pixels [F, H, W, 3] in 0..1 of latents [C, T, H, W]."""
         video = self._codec.decode(latents.to(self._device, torch.float32))
         return ((video.clamp(-1, 1) + 1) / 2).permute(1, 2, 3, 0)
+
+    def judge(self, prompt: str, frames: npt.NDArray[np.uint8]) -> dict[str, bool] | None:
+        """Which attributes that the prompt names the video shows, by the world's checker; None outside its world."""
+        from .judge import judge  # takes a while to import, and is needed after the first video only
+
+        return judge(prompt, frames)
 
 
 def fingerprint(folder: Path = WEIGHTS) -> str:

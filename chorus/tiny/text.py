@@ -58,11 +58,16 @@ class TextEncoder:
         """Tokens of the text, uncut, with [CLS] and [SEP]."""
         return len(self._tokenizer.encode(text).ids)
 
+    def token_offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters that each slot stands for; (0, 0) for [CLS] and [SEP]."""
+        return self._cut(self._tokenizer.encode(text).offsets)
+
+    def _cut(self, tokens: list[Any]) -> list[Any]:
+        return tokens if len(tokens) <= self.slots else [*tokens[: self.slots - 1], tokens[-1]]
+
     def encode(self, text: str) -> torch.Tensor:
         """Features of one text; beyond `slots` tokens it is cut, keeping [SEP]."""
-        ids = self._tokenizer.encode(text).ids
-        if len(ids) > self.slots:
-            ids = [*ids[: self.slots - 1], ids[-1]]
+        ids = self._cut(self._tokenizer.encode(text).ids)
         # Only the text itself goes through the layers: with padding masked the result is the same, and slower.
         hidden = self._bert(torch.tensor([ids], device=self.device)).last_hidden_state / self.scale
         return torch.nn.functional.pad(hidden, (0, 0, 0, self.slots - len(ids)))

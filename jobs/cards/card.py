@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from chorus_batch.jobs.parameters import Parameters
 CARDS = Path(__file__).parent
 
 Boundary = tuple[float, int, int]  # (m_from, k1, k2): README, "Method"
+
+# The engine's names: gains of the text tokens that differ, and the share of the steps after which they're 1.
+NO_GAIN: Mapping[str, float] = {"key": 1.0, "output": 1.0, "until": 1.0}
+# The engine's names: radii in tokens, and the share of all tokens above which a region isn't worth its overhead.
+RADII = ("edit_spatial", "edit_temporal", "see_spatial", "see_temporal")
+LARGEST_SHARE = "largest_share"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,10 @@ class ModelCard:
     warn_prompt_tokens: int  # from here on quality suffers; 0: never
     tokenizer: str  # "package:path in it" or a file
     boundaries: Mapping[int, tuple[Boundary, ...]]  # steps -> rows, ascending
+    # The same by kind of difference; other kinds use `boundaries`. A table without rows: this kind is never reused.
+    kinds: Mapping[str, Mapping[int, tuple[Boundary, ...]]] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=lambda: dict(NO_GAIN))  # all of NO_GAIN's names
+    regions: Mapping[str, float] = field(default_factory=dict)  # RADII and LARGEST_SHARE; empty: the engine's own
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{64}", self.fingerprint):
@@ -46,12 +57,19 @@ class ModelCard:
                     f"model card {self.name!r}: allowed size {width}x{height} isn't a multiple of {self.size_multiple}"
                 )
         for steps, rows in self.boundaries.items():
-            self._check_boundaries(steps, rows)
+            if not rows:
+                raise SettingsError(f"model card {self.name!r}: boundaries for {steps} steps are empty")
+            self._check_rows(f"boundaries for {steps} steps", steps, rows)
+        for kind, tables in self.kinds.items():
+            if not tables:
+                raise SettingsError(f"model card {self.name!r}: kinds: {kind!r} has no table; leave it out, or give []")
+            for steps, rows in tables.items():
+                self._check_rows(f"kinds: {kind!r} for {steps} steps", steps, rows)
+        self._check_gains()
+        self._check_regions()
 
-    def _check_boundaries(self, steps: int, rows: tuple[Boundary, ...]) -> None:
-        where = f"model card {self.name!r}: boundaries for {steps} steps"
-        if not rows:
-            raise SettingsError(f"{where} are empty")
+    def _check_rows(self, field_name: str, steps: int, rows: tuple[Boundary, ...]) -> None:
+        where = f"model card {self.name!r}: {field_name}"
         for m_from, k1, k2 in rows:
             if not (0.0 <= m_from <= 1.0 and 0 <= k1 <= k2 <= steps):
                 raise SettingsError(f"{where}: ({m_from}, {k1}, {k2}) isn't within 0 <= k1 <= k2 <= steps")
@@ -59,10 +77,37 @@ class ModelCard:
             if not (before[0] < after[0] and before[1] <= after[1] and before[2] <= after[2]):
                 raise SettingsError(f"{where}: {after} after {before} doesn't ascend")
 
+    def _check_gains(self) -> None:
+        where = f"model card {self.name!r}: gains"
+        if set(self.gains) != set(NO_GAIN):
+            raise SettingsError(f"{where} are {', '.join(NO_GAIN)}, not {', '.join(self.gains) or 'nothing'}")
+        for name in ("key", "output"):
+            if not (math.isfinite(self.gains[name]) and self.gains[name] >= 1):
+                raise SettingsError(f"{where}: {name} must be 1 (off) or more, not {self.gains[name]}")
+        if not 0 < self.gains["until"] <= 1:
+            raise SettingsError(f"{where}: until is a share of the steps above 0, not {self.gains['until']}")
+
+    def _check_regions(self) -> None:
+        where, names = f"model card {self.name!r}: regions", (*RADII, LARGEST_SHARE)
+        if not self.regions:
+            return
+        if set(self.regions) != set(names):
+            raise SettingsError(f"{where} are {', '.join(names)}, not {', '.join(self.regions)}")
+        for name in RADII:
+            if not (isinstance(self.regions[name], int) and self.regions[name] >= 0):
+                raise SettingsError(f"{where}: {name} is a whole number of tokens from 0 on, not {self.regions[name]}")
+        if self.regions["see_spatial"] <= self.regions["edit_spatial"]:
+            raise SettingsError(f"{where}: see_spatial must exceed edit_spatial")
+        if self.regions["see_temporal"] < self.regions["edit_temporal"]:
+            raise SettingsError(f"{where}: see_temporal must not be below edit_temporal")
+        if not 0 < self.regions[LARGEST_SHARE] <= 1:
+            raise SettingsError(f"{where}: {LARGEST_SHARE} lies between 0 and 1, not {self.regions[LARGEST_SHARE]}")
+
     @property
     def tau(self) -> float:
-        """The lowest similarity at which anything is reused; above 1 (never) for a card without boundaries."""
-        return min((rows[0][0] for rows in self.boundaries.values()), default=2.0)
+        """The lowest similarity at which anything is reused, whatever the kind; above 1 (never) if nothing is."""
+        every = (self.boundaries, *self.kinds.values())
+        return min((rows[0][0] for tables in every for rows in tables.values() if rows), default=2.0)
 
 
 def load_card(name: str) -> ModelCard:
@@ -78,7 +123,7 @@ def load_card(name: str) -> ModelCard:
         card = _card(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}", hint="check the model's name") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SettingsError(f"{path}: not a model card: {error}") from error
     return card
 
@@ -87,10 +132,6 @@ def _card(table: dict[str, Any]) -> ModelCard:
     unknown = set(table) - {field.name for field in fields(ModelCard)}
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}")
-    boundaries = {
-        int(steps): tuple((float(m_from), int(k1), int(k2)) for m_from, k1, k2 in rows)
-        for steps, rows in table["boundaries"].items()
-    }
     return ModelCard(
         **{
             **table,
@@ -98,6 +139,27 @@ def _card(table: dict[str, Any]) -> ModelCard:
             "allowed_sizes": tuple((int(width), int(height)) for width, height in table["allowed_sizes"]),
             "allowed_frames": tuple(table["allowed_frames"]),
             "schedulers": tuple(table["schedulers"]),
-            "boundaries": boundaries,
+            "boundaries": _tables(table["boundaries"]),
+            "kinds": {kind: _tables(tables) for kind, tables in table.get("kinds", {}).items()},
+            "gains": {name: float(value) for name, value in table.get("gains", NO_GAIN).items()},
+            "regions": {name: _number(value) for name, value in table.get("regions", {}).items()},
         }
     )
+
+
+def _tables(tables: Mapping[str, list[list[float]]]) -> dict[int, tuple[Boundary, ...]]:
+    return {
+        int(steps): tuple((float(m_from), _whole(k1), _whole(k2)) for m_from, k1, k2 in rows)
+        for steps, rows in tables.items()
+    }
+
+
+def _whole(value: float) -> int:
+    if not float(value).is_integer():
+        raise ValueError(f"{value} isn't a whole number of steps")
+    return int(value)
+
+
+def _number(value: float) -> float:
+    """Whole numbers as such: 1.0 is a radius of 1."""
+    return int(value) if float(value).is_integer() else value

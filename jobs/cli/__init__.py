@@ -30,6 +30,7 @@ COMMANDS = {
     "resume": ("batches", "Go on with a paused batch."),
     "results": ("results", "Download a batch's videos with a manifest."),
     "stats": ("stats", "Sums over hits, skipped steps and seconds."),
+    "compare": ("compare", "Show what each of several batches of the same rows cost and what came out right."),
     "sql": ("stats", "Run a query of your own, read-only."),
     "cache": ("cache", "Look at the cache."),
     "worker": ("worker", "Run workers."),

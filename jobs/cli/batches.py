@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -197,6 +199,8 @@ def _print_job(found: dict[str, Any]) -> None:
         nl=False,
     )
     click.echo(f" {domain['steps']} steps, guidance {domain['guidance_scale']}, {domain['model']}")
+    step_cache = f", step cache {domain['step_cache']}" if domain["step_cache"] != "none" else ""
+    click.echo(f"  policy      {domain['policy']}{step_cache}")
     planned = f" of job {found['source_job_id']}" if found["source_job_id"] else ""
     planned = f" of entry {found['source_entry_id']}" if found["source_entry_id"] else planned
     score = f", similarity {found['similarity']:.3f}" if found["similarity"] is not None else ""
@@ -223,19 +227,56 @@ def _print_generation(generation: dict[str, Any], entry: dict[str, Any] | None) 
             f"  reused      entry {entry['id']} of job {entry['job_id']}, similarity {generation['similarity']:.3f}:"
         )
         click.echo(f"              {entry['prompt']}")
-        click.echo(f"              steps 0..{generation['k1']} of {generation['steps_total']} taken from it")
+        k1, k2 = generation["k1"], generation["k2"]
+        click.echo(f"              steps 0..{k1} of {generation['steps_total']} taken from it")
+        if k2 > k1:
+            click.echo(f"              steps {k1}..{k2} computed where the prompts differ, the rest taken from it")
     elif result == "exact":
         click.echo(f"  reused      everything: job {generation['origin_job_id']} made the same request")
     else:
         click.echo("  reused      nothing")
+    _print_details(generation)
     computed, total = generation["tokens_computed"], generation["tokens_total"]
     click.echo(f"  computed    {generation['steps_computed']} of {generation['steps_total']} steps,", nl=False)
     click.echo(f" {generation['forward_passes']} passes, {computed} of {total} tokens, {generation['flops']:.3g} FLOPs")
     spent = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in generation["seconds"].items())
     click.echo(f"  seconds     {generation['seconds_total']:.3f} ({spent})")
+    if generation["scores"]:
+        seen = [f"{name} {'right' if right else 'WRONG'}" for name, right in sorted(generation["scores"].items())]
+        click.echo(f"  attributes  {', '.join(seen)}")
     for note in generation["notes"]:
         click.echo(f"  note        {note}")
     click.echo(f"  video       {generation['video_key']} ({generation['video_bytes']} bytes)")
+
+
+def _print_details(generation: dict[str, Any]) -> None:
+    """What differed, and what was done about it; what isn't known here is shown as it is."""
+    details = dict(generation["details"])
+    phrases = details.pop("phrases", None)
+    differs = [generation["kind"], generation["scope"]]
+    differs += [f'"{phrases[0]}" became "{phrases[1]}"'] if phrases else []
+    if any(differs):
+        click.echo(f"  difference  {', '.join(filter(None, differs))}")
+    if tokens := details.pop("tokens", None):
+        click.echo(f"  amplified   tokens {', '.join(map(str, tokens))}")
+    gains = details.pop("gains", None) or []
+    if any(pair != [1, 1] for pair in gains):
+        click.echo(f"  gains       of keys   {_each_step(key for key, _ in gains)}")
+        click.echo(f"              of output {_each_step(output for _, output in gains)}")
+    visible = details.pop("visible", None) or []
+    if any(share != 1 for share in visible):
+        click.echo(f"  visible     {_each_step(visible)} of the tokens")
+    if regions := details.pop("regions", None):
+        click.echo(f"  masks       sha256 {regions}")
+    for name, value in details.items():
+        if value is not None:
+            click.echo(f"  {name:11} {value if isinstance(value, str) else json.dumps(value, default=plain)}")
+
+
+def _each_step(values: Iterable[float]) -> str:
+    """The value of each computed step; runs of equal ones are counted."""
+    runs = [(value, len(list(run))) for value, run in groupby(f"{value:.3g}" for value in values)]
+    return ", ".join(f"{count} x {value}" if count > 1 else value for value, count in runs)
 
 
 COMMANDS = {

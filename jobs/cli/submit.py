@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chorus_batch.jobs.cli.session import Session, output_options, print_json
+from chorus_batch.jobs.parameters import POLICIES
 
 if TYPE_CHECKING:
     from chorus_batch.jobs.submission import Submitted
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
               help="What an invalid row costs: the whole submit, or the row.")  # fmt: skip
 @click.option("--priority", default=0, show_default=True, help="Of rows that don't say; higher goes first.")
 @click.option("--cache", type=click.Choice(["on", "exact", "readonly", "off"]), default="on", show_default=True)
+@click.option("--policy", type=click.Choice(POLICIES),
+              help="What rows that don't say reuse of similar ones: nothing, the first steps, or all three stages;"
+              " the model's own if left out.")  # fmt: skip
 @click.option("--truncate", is_flag=True, help="Accept prompts that the model doesn't read to their end.")
 @click.option("--new", is_flag=True, help="Submit files again that were submitted before.")
 @click.option("--dry-run", is_flag=True, help="Validate and plan; store nothing.")
@@ -57,6 +61,7 @@ def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int
         truncate=options["truncate"],
         priority=options["priority"],
         salt=secrets.randbits(64),
+        policy=options["policy"],
     )
     labels = parse_pairs("--label", options["labels"])
     if options["wait"] and not options["dry_run"]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from chorus_batch.jobs.cards.card import ModelCard
-from chorus_batch.jobs.parameters import Parameters, clean_prompt
+from chorus_batch.jobs.parameters import FEWEST_CACHED_STEPS, POLICIES, STEP_CACHES, Parameters, clean_prompt
 
 # The columns that make up Parameters: rows that agree in all of them share one Parameters.
 PARAMETER_COLUMNS = (
     *("width", "height", "size", "aspect_ratio", "frames", "duration", "fps", "steps", "guidance_scale", "shift"),
-    *("scheduler", "negative_prompt", "lora", "lora_strength"),
+    *("scheduler", "negative_prompt", "lora", "lora_strength", "policy", "step_cache"),
 )
 # Columns that say the same thing in another way: an override of one drops the others of the row.
 SAME = ({"width", "height", "size", "aspect_ratio"}, {"frames", "duration"})
@@ -91,6 +91,15 @@ def real(column: str, text: str, low: float, high: float) -> float:
     return number
 
 
+def _word(cells: Mapping[str, str], column: str, allowed: Sequence[str], default: str) -> str:
+    text = cells.get(column, default)
+    word = text.strip().lower()
+    if word not in allowed:
+        known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise CellError(column, "bad_value", f"must be {known}, not {text[:40]!r}")
+    return word
+
+
 class Settler:
     """Settles the cells of one model's rows."""
 
@@ -123,6 +132,11 @@ class Settler:
         width, height = attempt(lambda: self._size(cells, notes), (defaults.width, defaults.height))
         frames = attempt(lambda: self._frames(cells, fps, notes), defaults.frames)
         scheduler = attempt(lambda: self._scheduler(cells), defaults.scheduler)
+        policy = attempt(lambda: _word(cells, "policy", POLICIES, defaults.policy), defaults.policy)
+        step_cache = attempt(lambda: _word(cells, "step_cache", STEP_CACHES, defaults.step_cache), "none")
+        if step_cache != "none" and steps < FEWEST_CACHED_STEPS:
+            message = f"{steps} steps gain nothing from {step_cache}: leave it out, or give"
+            errors.append(CellError("step_cache", "too_few_steps", f"{message} {FEWEST_CACHED_STEPS} steps or more"))
         for column in ("lora", "lora_strength"):
             if cells.get(column, "").strip() not in ("", "0", "none", "None"):
                 message = "LoRAs aren't supported; without one the video would be another: empty or remove the column"
@@ -141,6 +155,8 @@ class Settler:
             shift=shift,
             scheduler=scheduler,
             negative_prompt=negative,
+            policy=policy,
+            step_cache=step_cache,
         )
         return Settled(parameters, (), tuple(notes))
 

@@ -34,6 +34,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "repeat": ("repeat", "repeat_generation", "n_samples"),
     "priority": ("priority",),
     "reuse": ("reuse", "cache"),
+    "policy": ("policy",),
+    "step_cache": ("step_cache",),
 }
 
 

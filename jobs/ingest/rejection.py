@@ -48,6 +48,7 @@ ROW_CODES = {
     "unsupported_size": "the model doesn't make this size",
     "unsupported_frames": "the model doesn't make this number of frames",
     "unsupported_scheduler": "the model doesn't run this scheduler",
+    "too_few_steps": "a step cache with so few steps that it can't skip any",
     "unsupported_lora": "LoRA columns aren't supported",
     "bad_name": "not a file name",
     "bad_id": "not an id",

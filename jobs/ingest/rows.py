@@ -10,7 +10,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from chorus_batch.jobs.cards.card import ModelCard
@@ -24,7 +24,7 @@ from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected, RowError, re
 from chorus_batch.jobs.ingest.seeds import SeedPolicy, stated_seed
 from chorus_batch.jobs.ingest.source import Source, file_sha256, open_source
 from chorus_batch.jobs.ingest.tokens import TokenCounter
-from chorus_batch.jobs.parameters import Parameters, clean_prompt
+from chorus_batch.jobs.parameters import POLICIES, Parameters, clean_prompt
 
 __all__ = [
     "Check",
@@ -103,6 +103,7 @@ class IngestOptions:
     salt: int = 0
     priority: int = 0  # of rows that don't say
     reuse: Reuse = "auto"  # of rows that don't say
+    policy: str | None = None  # of rows that don't say; None: the card's
 
     def __post_init__(self) -> None:
         SeedPolicy.parse(self.seed_policy)
@@ -112,6 +113,8 @@ class IngestOptions:
         for name, value, allowed in (("dup_policy", self.dup_policy, DupPolicy), ("reuse", self.reuse, Reuse)):
             if value not in get_args(allowed):
                 raise UsageError(f"{name} is {value!r}", hint=f"use {', '.join(get_args(allowed))}")
+        if self.policy not in (None, *POLICIES):
+            raise UsageError(f"policy is {self.policy!r}", hint=f"use {', '.join(POLICIES)}")
         if not 1 <= self.repeat <= MAX_REPEAT:
             raise UsageError(f"repeat is {self.repeat}", hint=f"use 1 to {MAX_REPEAT}")
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -123,7 +126,11 @@ class IngestOptions:
         for column in ("prompt", "id", "output_name"):
             if column in cells:
                 raise UsageError(f"--set can't give every row the same {column}")
-        errors = list(Settler(self.card).settle({k: v for k, v in cells.items() if k in PARAMETER_COLUMNS}).errors)
+        asked = {k: v for k, v in cells.items() if k in PARAMETER_COLUMNS}
+        errors = list(Settler(self.own_card).settle(asked).errors)
+        if "steps" not in cells:
+            # The rows say how many; each of them is held against its own.
+            errors = [error for error in errors if error.code != "too_few_steps"]
         for column, reading in _READINGS.items():
             try:
                 if column in cells:
@@ -132,6 +139,12 @@ class IngestOptions:
                 errors.append(error)
         if errors:
             raise UsageError(f"--set {errors[0].column}: {errors[0].message}")
+
+    @property
+    def own_card(self) -> ModelCard:
+        """The card, with this batch's policy among its defaults."""
+        defaults = self.card.defaults
+        return replace(self.card, defaults=replace(defaults, policy=self.policy or defaults.policy))
 
     @property
     def set_cells(self) -> dict[str, str]:
@@ -227,7 +240,7 @@ class _Rows:
         self._notes = notes
         self._seen = seen
         self._seeds = SeedPolicy.parse(options.seed_policy)
-        self._settler = Settler(options.card)
+        self._settler = Settler(options.own_card)
         self._settled: dict[tuple[str | None, ...], Settled] = {}
         self._counter = TokenCounter(options.card.tokenizer)
         self._set = options.set_cells

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,10 @@ from sqlalchemy import Engine, text
 
 from chorus_batch.jobs import cache, leases
 from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
+from chorus_batch.jobs.cli import main
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.models import CacheResult
+from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import StoredObject
 
 DIMENSION = 4
@@ -51,6 +54,7 @@ class Part:
     seed: int = 0
     vector: Sequence[float] | None = None
     domain: str = "a"
+    policy: str = "chorus"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Writer:
             ).scalar_one()
             ids: list[int] = []
             for row, part in enumerate(parts):
-                domain = cache.register_domain(connection, space, part.domain, DOMAIN)
+                domain_key = part.domain if part.policy == "chorus" else f"{part.domain} {part.policy}"
+                domain = cache.register_domain(connection, space, domain_key, {**DOMAIN, "policy": part.policy})
                 prompt = part.prompt if part.prompt is not None else f"{name} prompt {row}"
                 key = hashlib.sha256(prompt.encode()).digest()
                 vector = np.array(part.vector or np.eye(DIMENSION)[row % DIMENSION], np.float32)
@@ -134,6 +139,32 @@ class Writer:
 @pytest.fixture
 def writer(database: Engine) -> Writer:
     return Writer(database)
+
+
+Program = Callable[..., str]
+
+
+@pytest.fixture
+def program(
+    servers: Settings, migrated_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Program]:
+    """What a command prints, on this test's database."""
+    for name in ("broker_url", "s3_endpoint", "s3_access_key", "s3_secret_key"):
+        monkeypatch.setenv(f"CHORUS_{name.upper()}", getattr(servers, name))
+    monkeypatch.setenv("CHORUS_PROFILE", "production")
+    monkeypatch.setenv("CHORUS_DATABASE_URL", migrated_url)
+
+    def run(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        assert (caught.value.code or 0) == code, err
+        return out if code == 0 else err
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def made(claim: Claim, **changes: object) -> GenerationRecord:

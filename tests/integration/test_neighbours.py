@@ -17,7 +17,7 @@ from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.models import Reuse
 from chorus_batch.jobs.neighbours import Neighbour, NeighbourSearch
-from chorus_batch.jobs.parameters import Parameters, domain_key
+from chorus_batch.jobs.parameters import POLICIES, STEP_CACHES, Parameters, domain_key
 
 from .conftest import DIMENSION, Part, Writer, left, made
 
@@ -199,6 +199,8 @@ OTHER: dict[str, st.SearchStrategy[object]] = {
     "shift": st.floats(0.01, 100),
     "scheduler": st.sampled_from(["unipc", "dpm", "euler "]),
     "negative_prompt": st.text(min_size=1),
+    "policy": st.sampled_from(POLICIES),
+    "step_cache": st.sampled_from(STEP_CACHES),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import Engine, text
@@ -12,6 +13,7 @@ from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ClaimLost, Conflict
 from chorus_batch.jobs.models import CacheResult
+from chorus_batch.jobs.storage import StoredObject
 
 from .conftest import Part, Writer, left, made
 
@@ -98,6 +100,91 @@ def test_a_released_job_costs_no_try(writer: Writer, database: Engine) -> None:
         queue.release(connection, taken)
     again = claim(database, worker)
     assert again is not None and (again.attempt, again.failures) == (2, 0)
+
+
+SO_FAR = StoredObject("checkpoint", 12, "f" * 64)
+
+
+def test_a_job_that_was_stopped_goes_on_from_its_checkpoint(writer: Writer, database: Engine) -> None:
+    (job,) = writer.batch([Part()])
+    first, second = writer.worker("first"), writer.worker("second")
+    taken = claim(database, first)
+    assert taken is not None and taken.checkpoint is None
+    with transaction(database) as connection:
+        queue.release(connection, taken, SO_FAR)
+        stored = connection.execute(text("SELECT checkpoint FROM queue")).scalar_one()
+    assert stored == {"key": "checkpoint", "size": 12, "sha256": "f" * 64}
+    again = claim(database, second)
+    assert again is not None and (again.job_id, again.attempt, again.checkpoint) == (job, 2, SO_FAR)
+    # Whoever got no further leaves what there was.
+    with transaction(database) as connection:
+        queue.release(connection, again)
+    third = claim(database, first)
+    assert third is not None and third.checkpoint == SO_FAR
+    # Whoever got further replaces it; a worker whose claim is void replaces nothing.
+    further = replace(SO_FAR, key="further")
+    with transaction(database) as connection:
+        queue.release(connection, third, further)
+        queue.release(connection, again, SO_FAR)
+    fourth = claim(database, second)
+    assert fourth is not None and (fourth.attempt, fourth.checkpoint) == (4, further)
+    # It outlives a worker that dies.
+    writer.silence(second, 31)
+    with transaction(database) as connection:
+        leases.reap(connection, lease=30, max_deaths=3)
+    fifth = claim(database, first)
+    assert fifth is not None and fifth.checkpoint == further
+    finish(database, fifth)
+    assert writer.state(job) == "done"
+
+
+def test_a_job_that_failed_starts_again_from_the_beginning(writer: Writer, database: Engine) -> None:
+    """What it had computed so far may be what failed."""
+    writer.batch([Part()])
+    worker = writer.worker("w")
+    for checkpoint in (SO_FAR, None):
+        taken = claim(database, worker)
+        assert taken is not None
+        with transaction(database) as connection:
+            queue.release(connection, taken, checkpoint)
+    taken = claim(database, worker)
+    assert taken is not None and taken.checkpoint == SO_FAR
+    with transaction(database) as connection:
+        assert queue.fail(connection, taken, "internal", "boom", retry=True, max_failures=3, delay=0)
+    again = claim(database, worker)
+    assert again is not None and (again.failures, again.checkpoint) == (1, None)
+
+
+def test_a_claim_knows_its_domains_policy(writer: Writer, database: Engine) -> None:
+    writer.batch([Part(policy="nirvana"), Part()])
+    worker = writer.worker("w")
+    taken = [claim(database, worker) for _ in range(2)]
+    assert [(one.domain.policy, one.domain.step_cache) for one in taken if one] == [
+        ("nirvana", "none"),
+        ("chorus", "none"),
+    ]
+    assert len({one.domain.id for one in taken if one}) == 2
+
+
+def test_the_trace_of_a_hit_is_stored_and_an_equal_request_finds_its_scores(writer: Writer, database: Engine) -> None:
+    writer.batch([Part(prompt="same"), Part(prompt="same"), Part()])
+    worker = writer.worker("w")
+    hit = claim(database, worker)
+    assert hit is not None
+    details = {"phrases": ["a red ball", "a blue ball"], "gains": [[1.2, 1.1], [1.0, 1.0]], "regions": "ab"}
+    finish(database, hit, kind="attribute", scope="object", details=details, scores={"colour": True, "shape": False})
+    equal = claim(database, worker)
+    assert equal is not None
+    with transaction(database) as connection:
+        found = queue.finished_request(connection, equal)
+    assert found is not None
+    assert (found.kind, found.scope, found.details) == ("attribute", "object", details)
+    assert found.scores == {"colour": True, "shape": False}
+    finish(database, equal)
+    with transaction(database) as connection:
+        query = "SELECT kind, scope, details, scores IS NULL AS unscored FROM generations WHERE job_id = :job"
+        plain = connection.execute(text(query), {"job": equal.job_id}).one()
+    assert tuple(plain) == (None, None, {}, True)
 
 
 def test_silence_beyond_the_lease_voids_claims_and_the_zombie_is_refused(writer: Writer, database: Engine) -> None:

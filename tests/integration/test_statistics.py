@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,16 @@ from chorus_batch.jobs.errors import DependencyDown, NotFound, UsageError
 from chorus_batch.jobs.models import CacheResult
 from chorus_batch.jobs.statistics import Progress, read_only_query
 
-from .conftest import Part, Writer, left, made
+from .conftest import Part, Program, Writer, left, made
+
+DETAILS = {
+    "phrases": ["a red ball", "a blue ball"],
+    "tokens": [2, 3],
+    "gains": [[1.25, 1.1], [1.25, 1.1], *[[1.0, 1.0]] * 10],
+    "visible": [0.375, 0.375, *[1.0] * 10],
+    "regions": "f" * 64,
+    "differ": "lexical",
+}
 
 
 @pytest.fixture
@@ -44,7 +54,9 @@ def mixed(writer: Writer, database: Engine) -> list[int]:
     finish(claim())
     with transaction(database) as connection:
         entry = connection.execute(text("SELECT id FROM cache_entries")).scalar_one()
-    semantic = {"cache_result": CacheResult.semantic, "entry_id": entry, "similarity": 0.9, "k1": 8, "k2": 8}
+    semantic = {"cache_result": CacheResult.semantic, "entry_id": entry, "similarity": 0.9, "k1": 8, "k2": 10}
+    semantic |= {"kind": "attribute", "scope": "object", "details": DETAILS, "scores": {"colour": True, "shape": False}}
+    semantic |= {"tokens_total": 400, "tokens_computed": 160}
     finish(claim(), **semantic, steps_computed=12, seconds={"denoise": 0.5, "lookup": 0.1}, seconds_total=0.75)
     finish(
         claim(), cache_result=CacheResult.exact, origin_job_id=jobs[0], steps_computed=0, seconds={}, seconds_total=0.25
@@ -141,6 +153,11 @@ def test_jobs_in_row_order(mixed: list[int], database: Engine) -> None:
     assert [row["cache_result"] for row in rows] == ["miss", "semantic", "exact", None, None, None, None]
     assert (rows[1]["source"], rows[1]["similarity"], rows[1]["steps_computed"]) == (mixed[0], 0.9, 12)
     assert (rows[2]["origin_job_id"], rows[2]["steps_total"]) == (mixed[0], 20)
+    assert {row["policy"] for row in rows} == {"chorus"} and {row["step_cache"] for row in rows} == {"none"}
+    assert [(row["kind"], row["scope"]) for row in rows[:2]] == [(None, None), ("attribute", "object")]
+    assert (rows[1]["details"], rows[1]["scores"]) == (DETAILS, {"colour": True, "shape": False})
+    assert (rows[1]["k1"], rows[1]["k2"], rows[1]["tokens_total"], rows[1]["tokens_computed"]) == (8, 10, 400, 160)
+    assert (rows[0]["details"], rows[0]["scores"], rows[3]["details"]) == ({}, None, None)
     assert failed == coded and [(row["job"], row["error_message"]) for row in failed] == [(mixed[3], "no room")]
     assert none == []
 
@@ -149,6 +166,9 @@ def test_one_job_whole(mixed: list[int], database: Engine) -> None:
     with transaction(database) as connection:
         hit, failed, ready = (statistics.job(connection, mixed[n]) for n in (1, 3, 6))
     assert (hit["batch"], hit["state"], hit["prompt"]) == ("mixed", "done", "mixed prompt 1")
+    assert (hit["domain"]["policy"], hit["domain"]["step_cache"]) == ("chorus", "none")
+    assert (hit["generation"]["kind"], hit["generation"]["scope"]) == ("attribute", "object")
+    assert (hit["generation"]["details"], hit["generation"]["scores"]["shape"]) == (DETAILS, False)
     assert hit["domain"]["steps"] == 20 and "space_id" not in hit["domain"]
     assert hit["generation"]["cache_result"] == "semantic" and hit["generation"]["seconds"]["denoise"] == 0.5
     assert hit["entry"]["job_id"] == mixed[0] and "embedding" not in hit["entry"]
@@ -156,6 +176,36 @@ def test_one_job_whole(mixed: list[int], database: Engine) -> None:
     assert (attempt["attempt"], attempt["result"], attempt["worker_id"]) == (1, "done", "w")
     assert (failed["generation"], failed["attempts"][0]["error_code"]) == (None, "out_of_memory")
     assert (ready["attempts"], ready["entry"], ready["state"]) == ([], None, "ready")
+
+
+def test_a_job_as_a_person_sees_it(mixed: list[int], program: Program) -> None:
+    miss, hit, ready = (program("show", str(mixed[n])) for n in (0, 1, 6))
+    for line in (
+        "  policy      chorus\n",
+        "              steps 0..8 of 20 taken from it\n",
+        "              steps 8..10 computed where the prompts differ, the rest taken from it\n",
+        '  difference  attribute, object, "a red ball" became "a blue ball"\n',
+        "  amplified   tokens 2, 3\n",
+        "  gains       of keys   2 x 1.25, 10 x 1\n",
+        "              of output 2 x 1.1, 10 x 1\n",
+        "  visible     2 x 0.375, 10 x 1 of the tokens\n",
+        f"  masks       sha256 {'f' * 64}\n",
+        "  differ      lexical\n",
+        "160 of 400 tokens",
+        "  attributes  colour right, shape WRONG\n",
+    ):
+        assert line in hit, line
+    for label in ("difference", "amplified", "gains", "visible", "masks", "attributes", "where the prompts differ"):
+        assert label not in miss
+    assert "policy      chorus" in ready and "computed" not in ready
+    stored = json.loads(program("show", str(mixed[1]), "--json"))
+    assert (stored["generation"]["details"], stored["domain"]["policy"]) == (DETAILS, "chorus")
+    listed = [json.loads(line) for line in program("jobs", "mixed", "--json").splitlines()]
+    assert (listed[1]["details"], listed[1]["scores"], listed[1]["policy"]) == (
+        DETAILS,
+        {"colour": True, "shape": False},
+        "chorus",
+    )
 
 
 def test_finding(mixed: list[int], database: Engine, writer: Writer) -> None:
@@ -192,6 +242,9 @@ def test_sums_agree_with_the_views(mixed: list[int], database: Engine, writer: W
     assert (of_one["steps_total"], of_one["steps_skipped"]) == (60, 28)
     assert of_one["steps_skipped_share"] == pytest.approx(28 / 60)
     assert of_one["seconds"] == pytest.approx(2.5)
+    assert (of_one["tokens_total"], of_one["tokens_computed"]) == (400, 160)
+    assert of_one["tokens_skipped_share"] == pytest.approx(0.6)
+    assert {*view} - {*of_one} == {"batch_id", "batch"}  # whatever is counted in the view is counted here
     for name, value in of_one.items():
         if name in view and name != "batches":
             assert view[name] == value, name
@@ -204,6 +257,7 @@ def test_sums_agree_with_the_views(mixed: list[int], database: Engine, writer: W
     }
     assert (block["block"], block["jobs"], block["hits"]) == (0, 3, 2)
     assert (entry["hits"], entry["steps_skipped"], entry["source_job_id"]) == (1, 8, mixed[0])
+    assert entry["tokens_skipped"] == 240
 
 
 def test_sums_of_nothing(database: Engine) -> None:
@@ -213,14 +267,17 @@ def test_sums_of_nothing(database: Engine) -> None:
         assert statistics.seconds_by_phase(connection) == {}
         assert statistics.batches(connection) == [] and statistics.entries(connection) == []
     assert totals["hit_rate"] is None and totals["finished"] == totals["hits"] == 0
-    assert sums == {"entries": 0, "evicted": 0, "bytes": 0, "hits": 0, "steps_skipped": 0, "never_used": 0}
+    assert totals["tokens_skipped_share"] is None and totals["tokens_total"] == totals["tokens_computed"] == 0
+    assert set(sums) == {"entries", "evicted", "bytes", "hits", "steps_skipped", "tokens_skipped", "never_used"}
+    assert set(sums.values()) == {0}
 
 
 def test_the_cache_in_sums(mixed: list[int], database: Engine) -> None:
     with transaction(database) as connection:
         sums = statistics.cache_totals(connection)
         (entry,) = statistics.entries(connection)
-    assert sums == {"entries": 1, "evicted": 0, "bytes": 1, "hits": 1, "steps_skipped": 8, "never_used": 0}
+    counts = {"entries": 1, "evicted": 0, "bytes": 1, "hits": 1, "steps_skipped": 8, "never_used": 0}
+    assert sums == {**counts, "tokens_skipped": 240}
     assert (entry["hits"], entry["bytes"], entry["prompt"]) == (1, 1, "mixed prompt 0")
 
 

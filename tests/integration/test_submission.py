@@ -196,13 +196,29 @@ def test_the_same_file_again_is_a_conflict_that_names_the_batch(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"ingest": {"overrides": {"steps": "4"}}}, {"ingest": {"seed_policy": "hash"}}, {"cache": CacheMode.off}],
-    ids=["parameters", "seeds", "cache"],
+    [
+        {"ingest": {"overrides": {"steps": "4"}}},
+        {"ingest": {"seed_policy": "hash"}},
+        {"cache": CacheMode.off},
+        {"ingest": {"policy": "nirvana"}},
+        {"ingest": {"overrides": {"policy": "none"}}},
+        {"ingest": {"overrides": {"step_cache": "pab"}}},
+    ],
+    ids=["parameters", "seeds", "cache", "policy", "set policy", "step cache"],
 )
 def test_other_options_make_another_batch(send: Send, database: Engine, changed: dict[str, Any]) -> None:
     send(NEAR)
     send(NEAR, **changed)
     assert counts(database)["batches"] == 2
+
+
+def test_naming_the_policy_that_rows_have_anyway_makes_no_other_batch(send: Send) -> None:
+    send(NEAR)
+    with pytest.raises(Conflict):
+        send(NEAR, ingest={"policy": "chorus"})
+    send(NEAR, ingest={"policy": "none"})
+    with pytest.raises(Conflict):
+        send(NEAR, ingest={"policy": "none"})
 
 
 def test_a_salt_makes_no_other_batch(send: Send) -> None:
@@ -453,6 +469,62 @@ def test_vectors_are_kept_by_prompt(send: Send, database: Engine, embedder: Coun
     assert rows(database, "SELECT count(*) AS n FROM embeddings") == [{"n": 3}]
     (space,) = rows(database, "SELECT name, dimension FROM embedding_spaces")
     assert (space["name"], space["dimension"]) == (embedder.space, 384)
+
+
+# What is reused under which policy
+
+
+def test_the_same_rows_under_each_policy(send: Send, database: Engine, writer: Writer, embedder: Counting) -> None:
+    """One domain is one policy: no batch follows another's entries or repeats its requests."""
+    text = "prompt,seed\n" + "".join(f"{line},1\n" for line in [*NEAR.splitlines()[1:], NEAR.splitlines()[1]])
+    roles = {}
+    for policy in ("none", "nirvana", "chorus"):
+        done = send(text, ingest={"policy": policy})
+        stored = jobs(database, done)
+        roles[policy] = sorted(job["role"] for job in stored)
+        assert done.forecast.followers_of_cache == 0
+        assert (embedder.asked == []) == (policy == "none")  # nothing is looked up, so nothing is embedded
+        run_all(writer, database)
+    assert roles == {
+        "none": ["duplicate", "source", "source", "source"],
+        "nirvana": ["duplicate", "follower", "follower", "source"],
+        "chorus": ["duplicate", "follower", "follower", "source"],
+    }
+    domains = rows(database, "SELECT DISTINCT d.policy::text FROM jobs j JOIN domains d ON d.id = j.domain_id")
+    assert {domain["policy"] for domain in domains} == {"none", "nirvana", "chorus"}
+    assert rows(database, "SELECT count(*) AS n FROM domains") == [{"n": 3}]
+
+
+def test_rows_of_several_policies_in_one_batch(send: Send, database: Engine) -> None:
+    lines = "".join(
+        f"a {colour} circle moves right over a black background,1,{policy}\n"
+        for policy in ("none", "chorus")
+        for colour in ("red", "blue", "red")
+    )
+    stored = jobs(database, send(f"prompt,seed,policy\n{lines}"))
+    assert [job["role"] for job in stored[:3]] == ["source", "source", "duplicate"]
+    assert sorted(job["role"] for job in stored[3:]) == ["duplicate", "follower", "source"]
+    domain = {job["id"]: job["domain_id"] for job in stored}
+    assert all(domain[job["source_job_id"]] == job["domain_id"] for job in stored if job["source_job_id"])
+
+
+def test_without_reuse_entries_are_no_sources(send: Send, database: Engine, writer: Writer) -> None:
+    """Not even those of its own domain, which a mixed batch left with a vector."""
+    place = "circle moves right over a black background"
+    send(f"prompt,policy\na red {place},none\na red {place},chorus\n")
+    assert run_all(writer, database) == 2
+    assert rows(database, "SELECT count(*) AS n FROM cache_entries") == [{"n": 2}]
+    done = send(f"prompt,policy\na blue {place},none\na blue {place},chorus\n")
+    assert [job["role"] for job in jobs(database, done)] == ["source", "follower"]
+
+
+def test_a_step_cache_is_a_domain(send: Send, database: Engine) -> None:
+    line = "a red circle moves right,1,"
+    send(f"prompt,seed,step_cache\n{line}\n{line}teacache\n{line}none\n")
+    found = rows(
+        database, "SELECT step_cache, count(*) AS n FROM domains d JOIN jobs j ON j.domain_id = d.id GROUP BY 1"
+    )
+    assert {row["step_cache"]: row["n"] for row in found} == {"none": 2, "teacache": 1}
 
 
 # What happens in the middle

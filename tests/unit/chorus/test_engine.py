@@ -11,21 +11,31 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from chorus_batch.chorus import checkpoint
 from chorus_batch.chorus.config import GenerationSettings
+from chorus_batch.chorus.cost import forward_flops, text_flops
+from chorus_batch.chorus.differ import LexicalDiffer
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import (
+    CheckpointMismatch,
     ConstantOutput,
     CorruptLatents,
     DomainMismatch,
     EngineError,
     MissingStep,
     NotFinite,
+    RegionError,
     Stopped,
     UnsupportedSettings,
     WeightsError,
 )
+from chorus_batch.chorus.gains import Gains
 from chorus_batch.chorus.latents import pack, unpack
+from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
+from chorus_batch.chorus.regions import Regions, RegionSettings, build
 from chorus_batch.chorus.request import Request, Result, Reuse
+from chorus_batch.chorus.segment import EvidenceSegmenter, Source
+from chorus_batch.chorus.stages import Boundaries
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.model import WEIGHTS
 
@@ -86,7 +96,7 @@ def test_the_trajectory_is_the_callers_own(plain: Result) -> None:
 @pytest.mark.parametrize("k1", range(5))
 def test_its_own_trajectory_gives_the_plain_result(engine: Engine, plain: Result, request_of: Make, k1: int) -> None:
     """Law 4, through stored bytes too."""
-    stored, _ = unpack(pack(plain.trajectory, {}))
+    stored = unpack(pack(plain.trajectory, {})).latents
     result = engine.generate(request_of(), reuse_of(plain, k1, latents=stored))
     assert torch.equal(result.latents, plain.latents)
 
@@ -107,7 +117,10 @@ def test_the_trace_counts_what_ran(
     assert (trace.steps_skipped, trace.steps_computed, trace.steps_total) == (k1, 4 - k1, 4)
     assert (trace.k1, trace.k2) == (k1, k1)
     assert len(trace.step_seconds) == 4 - k1
-    assert trace.flops_total * (4 - k1) == trace.flops_computed * 4
+    # The text is computed once, however many steps there are.
+    text = passes * text_flops(engine.model.transformer.config, engine.model.text_slots)
+    assert (trace.flops_total - text) * (4 - k1) == (trace.flops_computed - text) * 4
+    assert trace.visible == (1.0,) * (4 - k1)
     assert (trace.cache_result, trace.entry, trace.m) == (("hit", 41, 0.9) if k1 else ("miss", None, None))
 
 
@@ -207,21 +220,33 @@ def test_a_broken_generation_is_a_coded_failure(
     """Broken at the last step: a velocity that isn't finite, or one that leaves the same value everywhere."""
     calls = 0
 
-    def breaking(module: Any, inputs: Any, output: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def breaking(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls < 7:
             return output
-        # From x[3] to exactly zero in one Euler step: v = x / sigma.
-        sigma = torch.tensor(0.5, dtype=torch.float32)
-        return (inputs[0] / sigma if value == 0.0 else output[0] * value,)
+        if value != 0.0:
+            return output * value
+        # From x[3] to exactly zero in one Euler step: v = x / sigma, in patches as the blocks' last layer gives them.
+        return (
+            (latents[0] / torch.tensor(0.5, dtype=torch.float32))
+            .unflatten(2, (8, 2))
+            .unflatten(4, (8, 2))
+            .permute(1, 2, 4, 3, 5, 0)
+            .reshape(1, 192, 64)
+        )
 
-    hook = engine.model.transformer.register_forward_hook(breaking)
+    latents: list[torch.Tensor] = [torch.empty(0)]
+    seen = engine.model.transformer.patch_embedding.register_forward_pre_hook(
+        lambda module, inputs: latents.__setitem__(0, inputs[0][0])
+    )
+    hook = engine.model.transformer.proj_out.register_forward_hook(breaking)
     try:
         with pytest.raises(error):
             engine.generate(request_of())
     finally:
         hook.remove()
+        seen.remove()
 
 
 def test_decode_gives_frames(engine: Engine, plain: Result) -> None:
@@ -243,3 +268,197 @@ def test_decoding_what_is_not_finite_fails(engine: Engine, plain: Result) -> Non
 def test_an_unknown_model_is_named() -> None:
     with pytest.raises(WeightsError, match="wan-99b"):
         Engine.load("wan-99b")
+
+
+def some_regions() -> Regions:
+    base = torch.zeros(3, 8, 8, dtype=torch.bool)
+    base[:, 3, 3] = True
+    regions = build(base, RegionSettings())
+    assert isinstance(regions, Regions)
+    return regions
+
+
+def all_stages(plain: Result, **changes: Any) -> Reuse:
+    """A hit with every part of it: stage 2 from step 1 to 3, two amplified tokens."""
+    whole = {
+        "k2": 3,
+        "regions": some_regions(),
+        "tokens": (2, 3),
+        "gains": Gains(key=2.0, output=1.2, until=1.0, tau=0.5),
+    }
+    return reuse_of(plain, 1, **(whole | changes))
+
+
+@pytest.mark.parametrize("scale", [2.5, 1.0])
+def test_the_trace_of_all_stages_counts_what_the_blocks_saw(
+    engine: Engine, plain: Result, request_of: Make, settings: GenerationSettings, scale: float
+) -> None:
+    """Law 7."""
+    request = request_of("a green circle moves left", settings=replace(settings, guidance_scale=scale))
+    reuse = all_stages(plain)
+    with counting(engine) as seen:
+        trace = engine.generate(request, reuse).trace
+    passes, config = 2 if scale > 1 else 1, engine.model.transformer.config
+    assert seen == [75] * (2 * passes) + [192] * passes
+    assert (trace.forward_passes, trace.tokens_computed) == (len(seen), sum(seen))
+    assert trace.tokens_total == passes * 4 * 192
+    text = passes * text_flops(config, 16)
+    assert trace.flops_computed == text + sum(forward_flops(config, tokens, 16) for tokens in seen)
+    assert trace.visible == (75 / 192, 75 / 192, 1.0)
+    assert (trace.k1, trace.k2, trace.steps_skipped, trace.steps_computed) == (1, 3, 1, 3)
+    assert trace.regions == some_regions().digest
+    assert trace.tokens == (2, 3)
+    assert trace.gains == tuple(reuse.gains.at(k, k1=1, steps=4, m=0.9) for k in (1, 2, 3))
+    assert trace.details()["gains"][0] == pytest.approx([1.2, 1.04])
+
+
+def test_gains_of_one_change_no_bit(engine: Engine, plain: Result, request_of: Make) -> None:
+    """Law 2, with all stages."""
+    request = request_of("a green circle moves left over a gray background")
+    off = engine.generate(request, all_stages(plain, tokens=())).latents
+    ones = all_stages(plain, gains=Gains(key=1.0, output=1.0, until=1.0, tau=0.5))
+    assert torch.equal(engine.generate(request, ones).latents, off)
+    assert not torch.equal(engine.generate(request, all_stages(plain)).latents, off)
+
+
+def test_stage_2_needs_its_region_and_every_step(engine: Engine, plain: Result, request_of: Make) -> None:
+    request = request_of("a green circle moves left over a gray background")
+    with pytest.raises(RegionError, match="steps 1 to 3"):
+        engine.generate(request, all_stages(plain, regions=None))
+    for missing in (1, 2, 3):
+        latents = {k: x for k, x in plain.trajectory.items() if k != missing}
+        with pytest.raises(MissingStep, match=f"step {missing}"):
+            engine.generate(request, all_stages(plain, latents=latents))
+    one = torch.ones(3, 8, 7, dtype=torch.bool)
+    with pytest.raises(RegionError, match="token grid"):
+        engine.generate(request, all_stages(plain, regions=Regions(one, one, one)))
+
+
+@pytest.mark.parametrize("stop", [0, 2, 3])
+@pytest.mark.parametrize("hit", [False, True])
+def test_a_stopped_generation_goes_on_bit_for_bit(
+    engine: Engine, plain: Result, request_of: Make, hit: bool, stop: int
+) -> None:
+    request = request_of("a green circle moves left over a gray background")
+    reuse = all_stages(plain) if hit else None
+    whole = engine.generate(request, reuse, keep=EVERY, evidence=True)
+    step = [1 if hit else 0]
+    stop = max(stop, step[0])
+    with pytest.raises(Stopped) as stopped:
+        engine.generate(request, reuse, keep=EVERY, evidence=True, should_stop=lambda: step[0] == stop,
+                        on_step=lambda done, steps: step.__setitem__(0, done))  # fmt: skip
+    assert stopped.value.checkpoint is not None
+    resume = checkpoint.unpack(checkpoint.pack(stopped.value.checkpoint))
+    with counting(engine) as seen:
+        again = engine.generate(request, reuse, keep=EVERY, evidence=True, resume=resume)
+    assert torch.equal(again.latents, whole.latents)
+    assert all(torch.equal(again.trajectory[k], whole.trajectory[k]) for k in whole.trajectory)
+    assert len(seen) == 2 * (4 - stop)
+    assert again.trace.forward_passes == whole.trace.forward_passes
+    assert (again.evidence is None) == hit
+    if again.evidence is not None and whole.evidence is not None:
+        assert torch.equal(again.evidence.maps, whole.evidence.maps)
+
+
+def test_a_checkpoint_is_good_for_no_other_generation(engine: Engine, plain: Result, request_of: Make) -> None:
+    request = request_of("a green circle moves left over a gray background")
+    with pytest.raises(Stopped) as stopped:
+        engine.generate(request, all_stages(plain), should_stop=lambda: True)
+    resume = stopped.value.checkpoint
+    others: list[tuple[Request, Reuse | None]] = [
+        (replace(request, seed=2), all_stages(plain)),
+        (replace(request, prompt="a green ring"), all_stages(plain)),
+        (request, all_stages(plain, entry_id=42)),
+        (request, all_stages(plain, tokens=(2,))),
+        (request, all_stages(plain, k2=2)),
+        (request, None),
+    ]
+    for other, reuse in others:
+        with counting(engine) as seen, pytest.raises(CheckpointMismatch):
+            engine.generate(other, reuse, resume=resume)
+        assert seen == []
+    damaged = bytearray(checkpoint.pack(resume))
+    damaged[-7] ^= 1
+    for data in (bytes(damaged), b"", checkpoint.pack(resume)[:-40], pack({}, {})):
+        with pytest.raises(CorruptLatents):
+            checkpoint.unpack(data)
+
+
+def test_evidence_finds_the_object(engine: Engine) -> None:
+    """Where the words of a circle were drawn is where the video shows it; what differs is its colour."""
+    request = Request(
+        "a red circle stays still over a black background", 3, GenerationSettings(64, 64, 9, 8, 20, 2.5, 3.0), "domain"
+    )
+    source = engine.generate(request, evidence=True)
+    assert source.evidence is not None
+    assert [request.prompt[a:b] for a, b in source.evidence.spans] == [
+        "red", "circle", "stays", "still", "black", "background",
+    ]  # fmt: skip
+    difference = LexicalDiffer().compare(request.prompt, "a blue circle stays still over a black background")
+    base = EvidenceSegmenter().region(Source(request.prompt, source.evidence), difference)
+    assert base is not None
+    pixels = torch.from_numpy(engine.decode(source.latents).astype(np.float32)).amax(-1) > 100
+    frames = torch.cat([pixels[:1], pixels[1:].reshape(2, 4, 64, 64).amax(1)])
+    shown = frames.reshape(3, 8, 8, 8, 8).float().mean((2, 4)) > 0.5
+    assert 9 <= int(shown.sum()) < 96
+    assert int((base & shown).sum()) / int((base | shown).sum()) > 0.5
+
+
+def test_a_policy_decides_as_its_tables_say(engine: Engine) -> None:
+    """All of a decision, on a real source: kind, boundaries, region, tokens; and what is missing is told."""
+    settings = GenerationSettings(64, 64, 9, 8, 20, 2.5, 3.0)
+    request = Request("a red circle stays still over a black background", 3, settings, "domain")
+    boundaries = Boundaries.parse({20: [[0.7, 6, 6]]}, 3.0, {"attribute": {20: [[0.8, 10, 13]]}, "motion": {20: []}})
+
+    def policy(name: Policy) -> ReusePolicy:
+        gains = Gains(key=2.0, output=1.0, until=1.0, tau=0.7)
+        return ReusePolicy(
+            name, boundaries, gains, RegionSettings(largest_share=0.95), LexicalDiffer(), EvidenceSegmenter()
+        )
+
+    chorus = policy(Policy.chorus)
+    assert chorus.kept_steps(settings) == {6, 10, 11, 12, 13}
+    assert policy(Policy.nirvana).kept_steps(settings) == {6}
+    assert policy(Policy.none).kept_steps(settings) == frozenset()
+    source = engine.generate(request, keep=chorus.kept_steps(settings), evidence=True)
+    candidate = Candidate(7, 0.9, Source(request.prompt, source.evidence), source.trajectory)
+
+    def decide(name: Policy, prompt: str, candidate: Candidate = candidate) -> Any:
+        return policy(name).decide(prompt, engine.model.token_offsets(prompt), settings, "domain", candidate)
+
+    blue = "a blue circle stays still over a black background"
+    reuse = decide(Policy.chorus, blue).reuse
+    assert (reuse.k1, reuse.k2, reuse.tokens, reuse.entry_id) == (10, 13, (2,), 7)
+    assert reuse.difference.kind == "attribute"
+    assert 0 < reuse.regions.share <= 0.95
+    hit = engine.generate(Request(blue, 4, settings, "domain"), reuse)
+    assert hit.trace.tokens_computed < 2 * 10 * 192
+    nirvana = decide(Policy.nirvana, blue).reuse
+    assert (nirvana.k1, nirvana.k2, nirvana.tokens, nirvana.regions) == (6, 6, (), None)
+    assert decide(Policy.none, blue).reuse is None
+    moving = decide(Policy.chorus, "a red circle moves left over a black background")
+    assert moving.reuse is None
+    assert "motion" in moving.notes[0]
+    lacking = replace(candidate, latents={k: x for k, x in source.trajectory.items() if k != 12})
+    cut = decide(Policy.chorus, blue, lacking)
+    assert (cut.reuse.k1, cut.reuse.k2) == (10, 10)
+    assert "lacks steps [12]" in cut.notes[0]
+    blind = replace(candidate, source=Source(request.prompt, None))
+    assert (decide(Policy.chorus, blue, blind).reuse.k2, decide(Policy.chorus, blue, blind).notes) == (
+        10, ("no stage 2: no region",),
+    )  # fmt: skip
+
+
+def test_a_lineage_is_enough_to_run_it_again(engine: Engine, plain: Result, request_of: Make) -> None:
+    """Law 10: stored latents, and the plain values of the trace; nothing else of the first run."""
+    request = request_of("a green circle moves left over a gray background")
+    stored = pack(plain.trajectory, {}, "float16")
+    first = engine.generate(request, all_stages(plain, latents=unpack(stored).latents))
+    lineage = all_stages(plain).lineage()
+    again = Reuse(
+        lineage["entry"], "domain", lineage["m"], lineage["k1"], lineage["k2"], unpack(stored).latents,
+        some_regions(), tuple(lineage["tokens"]), Gains(**lineage["gains"]),
+    )  # fmt: skip
+    assert again.regions is not None
+    assert lineage["regions"] == again.regions.digest == first.trace.regions
+    assert torch.equal(engine.generate(request, again).latents, first.latents)

@@ -104,6 +104,8 @@ def test_a_row_that_says_nothing_has_the_cards_values(read):
         ("sampler", "FlowMatchEulerDiscreteScheduler", {"scheduler": "euler"}),
         ("sampler", "uni_pc", {"scheduler": "unipc"}),
         ("size", "835x489", {"width": 832, "height": 480}),
+        ("policy", "Nirvana", {"policy": "nirvana"}),
+        ("Step Cache", "teacache", {"step_cache": "teacache"}),
     ],
 )
 def test_values_are_normalized(read, header, cell, expected):
@@ -155,6 +157,8 @@ def test_sizes_with_a_shape(read):
         ("output_name", "videos/", "bad_name"),
         ("output_name", "é" * 200, "bad_name"),
         ("id", "x" * 256, "bad_id"),
+        ("policy", "all", "bad_value"),
+        ("step_cache", "deepcache", "bad_value"),
     ],
 )
 def test_bad_values_are_coded_and_located(read, header, cell, code):
@@ -214,6 +218,39 @@ def test_notes_stay_bounded(read):
     assert len(read(lines, "p.jsonl", notes=notes)) == 3000
     assert len(notes.summary()) < 120
     assert sum(note.count for note in notes.summary()) == 3000
+
+
+# What is reused
+
+
+def test_a_batch_has_a_policy_for_rows_that_dont_say(read):
+    rows = read("prompt,policy\na,\nb,chorus\n", policy="none")
+    assert [row.parameters.policy for row in rows] == ["none", "chorus"]
+    assert [row.parameters.policy for row in read("prompt\na\n")] == ["chorus"]
+    card = replace(WIDE, defaults=replace(WIDE.defaults, policy="nirvana"))
+    assert [row.parameters.policy for row in read("prompt\na\n", card=card)] == ["nirvana"]
+    overridden = read("prompt,policy\na,\nb,chorus\n", policy="none", overrides={"policy": "nirvana"})
+    assert [row.parameters.policy for row in overridden] == ["nirvana", "nirvana"]
+    with pytest.raises(UsageError, match="policy is 'some'"):
+        IngestOptions(WIDE, policy="some")
+
+
+def test_few_steps_gain_nothing_from_a_step_cache(read):
+    text = "prompt,steps,step_cache\na,10,pab\nb,9,pab\nc,4,none\nd,4,\n"
+    ten, error, *plain = read(text)
+    assert ten.parameters.step_cache == "pab" and [row.parameters.step_cache for row in plain] == ["none", "none"]
+    assert (error.row, error.column, error.code) == (2, "step_cache", "too_few_steps")
+    assert "9 steps" in error.message and "pab" in error.message and "10 steps or more" in error.message
+
+
+def test_a_step_cache_for_all_rows_is_held_against_each_rows_steps(read):
+    for_all = {"step_cache": "fbcache"}
+    few = replace(WIDE, defaults=replace(WIDE.defaults, steps=4))
+    row, error = read("prompt,steps\na,30\nb,\n", card=few, overrides=for_all)
+    assert (row.parameters.steps, row.parameters.step_cache) == (30, "fbcache")
+    assert (error.row, error.code) == (2, "too_few_steps")
+    with pytest.raises(UsageError, match="--set step_cache: 4 steps"):
+        IngestOptions(WIDE, overrides={**for_all, "steps": "4"})
 
 
 # Seeds
@@ -362,7 +399,7 @@ def test_overrides_win_over_the_file_and_its_synonyms(read):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [({"steps": "0"}, "steps"), ({"colour": "red"}, "colour"), ({"prompt": "a"}, "prompt"), ({"seed": "x"}, "seed"),
-     ({"size": "1x1"}, "size"), ({"steps": "4", "st": "5"}, "twice")],
+     ({"size": "1x1"}, "size"), ({"policy": "all"}, "policy"), ({"step_cache": "x"}, "step_cache"), ({"steps": "4", "st": "5"}, "twice")],
 )  # fmt: skip
 def test_wrong_overrides_are_usage_errors(overrides, message):
     with pytest.raises(UsageError, match=message):

@@ -15,6 +15,7 @@ DOMAIN = hashlib.sha256(b"domain").hexdigest()
 def test_keys_name_the_attempt() -> None:
     assert keys.video_key(3, 14, 2) == "batches/3/jobs/14/attempts/2/video.mp4"
     assert keys.latents_key(3, 14, 2) == "batches/3/jobs/14/attempts/2/latents.safetensors"
+    assert keys.checkpoint_key(3, 14, 2) == "batches/3/jobs/14/attempts/2/checkpoint.safetensors"
     assert keys.entry_key(DOMAIN, 14, 2) == f"cache/{DOMAIN[:2]}/{DOMAIN}/14-2.safetensors"
     assert keys.video_key(3, 14, 2).startswith(keys.batch_prefix(3))
     assert not keys.video_key(31, 4, 2).startswith(keys.batch_prefix(3))
@@ -25,6 +26,7 @@ def test_no_key_leaves_its_folder(part: str) -> None:
     calls: list[Callable[[], str]] = [
         lambda: keys.video_key(part, 1, 1),
         lambda: keys.latents_key(1, part, 1),
+        lambda: keys.checkpoint_key(1, part, 1),
         lambda: keys.entry_key(part, 1, 1),
         lambda: keys.entry_key(DOMAIN, part, 1),
     ]

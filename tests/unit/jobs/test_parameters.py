@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.ingest.rows import Row
-from chorus_batch.jobs.parameters import clean_prompt, domain_key
+from chorus_batch.jobs.models import Policy
+from chorus_batch.jobs.parameters import POLICIES, clean_prompt, domain_key
 from chorus_batch.jobs.requested import Requested, prompt_key
 
 CARD = load_card("builtin")
@@ -65,7 +66,7 @@ def test_clean_prompt_where_mojibake_is_near(prompt_clean, parts):
 def test_every_parameter_but_the_frame_rate_is_in_the_domain():
     other = {
         "width": 128, "height": 128, "frames": 13, "steps": 21, "guidance_scale": 2.75, "shift": 5.0,
-        "scheduler": "unipc", "negative_prompt": "blurry",
+        "scheduler": "unipc", "negative_prompt": "blurry", "policy": "nirvana", "step_cache": "teacache",
     }  # fmt: skip
     assert {*other, "model", "fps"} == {field.name for field in fields(CARD.defaults)}
     key = domain_key(CARD.defaults, CARD, "minilm-v1-384")
@@ -107,9 +108,29 @@ def test_requests_differ_by_domain_prompt_seed_and_frame_rate():
     assert requested.domain.tolist() == [0, 1, 0, 0, 0, 0]  # the frame rate doesn't touch the latents
 
 
+def test_every_policy_has_a_domain_of_its_own():
+    keys = {domain_key(replace(CARD.defaults, policy=policy), CARD, "e") for policy in POLICIES}
+    assert len(keys) == 3
+    assert [policy.value for policy in Policy] == list(POLICIES)  # what ingest accepts is what the schema knows
+
+
+def test_a_step_cache_needs_steps_to_skip():
+    assert replace(CARD.defaults, steps=10, step_cache="pab").steps == 10
+    with pytest.raises(ValueError, match="step_cache is 'pab' with 9 steps"):
+        replace(CARD.defaults, steps=9, step_cache="pab")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("frames", 10), ("width", 0), ("steps", 0), ("guidance_scale", float("nan")), ("shift", float("inf"))],
+    [
+        ("frames", 10),
+        ("width", 0),
+        ("steps", 0),
+        ("guidance_scale", float("nan")),
+        ("shift", float("inf")),
+        ("policy", "all"),
+        ("step_cache", "deepcache"),
+    ],
 )
 def test_impossible_parameters_are_refused_at_birth(field, value):
     with pytest.raises(ValueError, match=field):

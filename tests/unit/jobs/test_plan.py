@@ -255,6 +255,25 @@ def test_no_row_follows_across_domains() -> None:
     assert sum(a.role == "source" for a in made) == 2
 
 
+def test_a_domain_without_semantic_reuse_links_equal_rows_and_nothing_else() -> None:
+    vectors = np.tile(vectors_of(1, 1, 0.1, 0), (6, 1))
+    items = items_of(vectors, domain=[0, 1, 0, 1, 0, 1], request=[0, 1, 2, 3, 0, 1], reuse=[AUTO, FORCE] * 3)
+    held = Cached(np.array([42]), np.array([1]), np.array([999]), vectors[:1])
+    domains = [DOMAIN, replace(DOMAIN, semantic=False)]
+    made = plan(items, domains, held)
+    assert [(a.role, a.source, a.entry) for a in made] == [
+        ("source", None, None),
+        ("source", None, None),
+        ("follower", 0, None),
+        ("source", None, None),
+        ("duplicate", 0, None),
+        ("duplicate", 1, None),
+    ]
+    assert all(a.fallback is None for a in made if a.index % 2)
+    plain = [replace(domain, semantic=False) for domain in domains]
+    assert online_cost(items, plain, held) == plan_cost(plan(items, plain, held), items, plain) == 4
+
+
 def test_cached_entries_are_free_sources() -> None:
     vectors = vectors_of(20, 1, 0.05, 0)
     held = Cached(np.array([42]), np.array([0]), np.array([999]), vectors_of(20, 1, 0.05, 0)[:1])

@@ -1,0 +1,149 @@
+"""A Wan transformer, walked module by module: all tokens, or only those of a region (selective region denoising).
+
+The work shrinks, it isn't masked: the tokens of a region are gathered once before the first block, with their own
+rotary positions, all blocks run on the short sequence, and the result is scattered back once (Chorus, section 4).
+For all tokens it computes what `WanTransformer3DModel.forward` does, in the same order: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chorus_batch.kernels.modulate import modulate
+
+from .attention import Gain, Passing, SelfAttention, Text, TextAttention, Watch
+from .errors import RegionError, UnsupportedSettings
+
+if TYPE_CHECKING:
+    from .stepcache import StepCache
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The tokens that a pass computes: their places in the sequence [n], None for all, and their (cos, sin)."""
+
+    places: torch.Tensor | None
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+
+class Network:
+    """The transformer as the denoising loop calls it. Not for several threads at once."""
+
+    def __init__(self, transformer: Any) -> None:
+        """Puts this project's attention processors in. Raises UnsupportedSettings for an image-to-video model."""
+        if transformer.config.added_kv_proj_dim is not None:
+            raise UnsupportedSettings("image-to-video transformers aren't supported", hint="use a text-to-video model")
+        self.transformer = transformer
+        self._passing = Passing()
+        for layer, block in enumerate(transformer.blocks):
+            # A backend that was chosen before stays chosen.
+            ours: tuple[Any, Any] = (SelfAttention(), TextAttention(layer, self._passing))
+            for attention, processor in zip((block.attn1, block.attn2), ours, strict=True):
+                processor._attention_backend = attention.processor._attention_backend
+                attention.set_processor(processor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the latents that a pass reads."""
+        dtype: torch.dtype = self.transformer.dtype
+        return dtype
+
+    def text(self, features: torch.Tensor) -> Text:
+        """A branch's text, from the text encoder's features [1, S, text_dim]; for one request."""
+        return Text(self.transformer.condition_embedder.text_embedder(features))
+
+    def visible(self, latents: torch.Tensor, see: torch.Tensor | None = None) -> Visible:
+        """All tokens of latents [1, C, T, H, W], or those of `see`, bool on the token grid. Raises RegionError."""
+        cos, sin = self.transformer.rope(latents)
+        if see is None:
+            return Visible(None, (cos, sin))
+        grid = tuple(n // p for n, p in zip(latents.shape[2:], self.transformer.config.patch_size, strict=True))
+        if tuple(see.shape) != grid or see.dtype != torch.bool:
+            raise RegionError(f"the region is {see.dtype} {tuple(see.shape)}, the token grid is {grid}")
+        places = see.flatten().nonzero()[:, 0].to(latents.device)
+        return Visible(places, (cos[:, places], sin[:, places]))
+
+    def velocity(
+        self,
+        latents: torch.Tensor,
+        times: tuple[torch.Tensor, torch.Tensor],
+        text: Text,
+        visible: Visible,
+        *,
+        branch: str = "cond",
+        cache: StepCache | None = None,
+        gain: Gain | None = None,
+        watch: Watch | None = None,
+    ) -> torch.Tensor:
+        """One pass: the velocity [1, C, T, H, W] in float32 of latents [1, C, T, H, W]; 0 where a token isn't visible.
+
+        `times` is what `times` made of the step's time. `branch` names the guidance branch for `cache`, the step cache
+        that is enabled on the transformer.
+        """
+        model = self.transformer
+        embedded, projected = times
+        hidden = model.patch_embedding(latents).flatten(2).transpose(1, 2)
+        tokens = hidden.shape[1]
+        # A copy in the blocks' layout, of what they need.
+        hidden = hidden.contiguous() if visible.places is None else hidden.index_select(1, visible.places)
+        skipping = cache.passing(branch, latents) if cache is not None else nullcontext()
+        with self._pass(text, gain, watch), skipping:
+            for block in model.blocks:
+                if hidden.is_cuda and cache is None:
+                    hidden = run_block(block, hidden, text.features, projected, visible.rotary)
+                else:
+                    hidden = block(hidden, text.features, projected, visible.rotary)
+        shift, scale = (model.scale_shift_table + embedded.unsqueeze(1)).chunk(2, dim=1)
+        hidden = model.proj_out(modulate(hidden, scale, shift, model.norm_out.eps))
+        if visible.places is not None:
+            hidden = hidden.new_zeros(1, tokens, hidden.shape[2]).index_copy_(1, visible.places, hidden)
+        velocity: torch.Tensor = self._latents(hidden, latents.shape).float()
+        return velocity
+
+    def times(self, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embedding of a time [1], and its projection [1, 6, dim] for the blocks: the same in all passes of a step.
+
+        It's what the transformer's `condition_embedder` computes beside the text.
+        """
+        embedder = self.transformer.condition_embedder
+        dtype = next(iter(embedder.time_embedder.parameters())).dtype
+        embedded = embedder.time_embedder(embedder.timesteps_proj(timestep).to(dtype)).to(self.dtype)
+        return embedded, embedder.time_proj(embedder.act_fn(embedded)).unflatten(1, (6, -1))
+
+    @contextmanager
+    def _pass(self, text: Text, gain: Gain | None, watch: Watch | None) -> Iterator[None]:
+        passing = self._passing
+        passing.text, passing.gain, passing.watch = text, gain, watch
+        try:
+            yield
+        finally:
+            passing.text = passing.gain = passing.watch = None
+
+    def _latents(self, hidden: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Patches [1, N, pT*pH*pW*C] back to latents [1, C, T, H, W]."""
+        patch = self.transformer.config.patch_size
+        grid = [n // p for n, p in zip(shape[2:], patch, strict=True)]
+        patches: torch.Tensor = hidden.reshape(1, *grid, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+        return patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def run_block(
+    block: Any,
+    hidden: torch.Tensor,
+    text: torch.Tensor,
+    projected: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What `WanTransformerBlock.forward` computes, with norm, scale and shift in one kernel. [1, N, dim] to the same."""
+    table = block.scale_shift_table + projected.float()
+    shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = table.chunk(6, dim=1)
+    attended = block.attn1(modulate(hidden, scale, shift, block.norm1.eps), None, None, rotary)
+    hidden = (hidden.float() + attended * gate).type_as(hidden)
+    hidden = hidden + block.attn2(block.norm2(hidden.float()).type_as(hidden), text, None, None)
+    fed = block.ffn(modulate(hidden, scale_ffn, shift_ffn, block.norm3.eps))
+    return (hidden.float() + fed.float() * gate_ffn).type_as(hidden)

@@ -1,0 +1,119 @@
+"""What a request takes from the source that was found for it: a pure decision, before anything is computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from .config import GenerationSettings
+from .differ import Difference, Differ, token_indices
+from .gains import Gains
+from .regions import NoRegion, Regions, RegionSettings, build
+from .request import Reuse
+from .schedule import noise_levels
+from .segment import Segmenter, Source
+from .stages import Boundaries
+
+REMEMBERED_REGIONS = 4096
+
+
+class Policy(StrEnum):
+    """How far reuse goes."""
+
+    none = "none"  # everything is computed
+    nirvana = "nirvana"  # stage 1 alone: the first steps are the source's
+    chorus = "chorus"  # all three stages, and the tokens that differ amplified
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cached entry and how well its prompt matches: what `decide` chooses from."""
+
+    entry_id: int | str
+    similarity: float
+    source: Source
+    latents: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to reuse, None for nothing, and notes for the trace about what couldn't be had."""
+
+    reuse: Reuse | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class ReusePolicy:
+    """Boundaries, gains and regions of one model, with the differ and the segmenter that serve them."""
+
+    policy: Policy
+    boundaries: Boundaries
+    gains: Gains
+    regions: RegionSettings
+    differ: Differ
+    segmenter: Segmenter
+    _known: OrderedDict[tuple[int | str, tuple[tuple[int, int], ...], str], Regions | NoRegion | None] = field(
+        default_factory=OrderedDict
+    )
+
+    def kept_steps(self, settings: GenerationSettings) -> frozenset[int]:
+        """The k whose x[k] a source has to keep for this policy."""
+        levels = noise_levels(settings.steps, settings.shift)
+        if self.policy is Policy.none:
+            return frozenset()
+        if self.policy is Policy.nirvana:
+            return frozenset(row.k1 for row in self.boundaries.rows(settings.steps, levels)) - {0}
+        return self.boundaries.kept_steps(settings.steps, levels)
+
+    def decide(
+        self,
+        prompt: str,
+        offsets: Sequence[tuple[int, int]],
+        settings: GenerationSettings,
+        domain_key: str,
+        candidate: Candidate,
+    ) -> Decision:
+        """(K1, K2), regions and amplified tokens for a prompt; `offsets` are its text slots' characters.
+
+        The entry must hold x[k1]; steps of stage 2 that it doesn't hold are computed in full instead.
+        """
+        levels = noise_levels(settings.steps, settings.shift)
+        m, entry = candidate.similarity, candidate.entry_id
+        if self.policy is Policy.none:
+            return Decision(None)
+        if self.policy is Policy.nirvana:
+            k1, _ = self.boundaries.at(m, settings.steps, levels)
+            return Decision(Reuse(entry, domain_key, m, k1, k1, candidate.latents) if k1 else None)
+        difference = self.differ.compare(candidate.source.prompt, prompt)
+        k1, k2 = self.boundaries.at(m, settings.steps, levels, difference.kind.value)
+        if k1 == 0:
+            return Decision(None, (f"a difference of kind {difference.kind} isn't reused at m = {m:.3f}",))
+        notes: list[str] = []
+        regions = None
+        if k2 > k1:
+            missing = [k for k in range(k1 + 1, k2 + 1) if k not in candidate.latents]
+            found = self._regions(candidate, difference) if not missing else None
+            if isinstance(found, Regions):
+                regions = found
+            else:
+                why = f"region {found.reason} ({found.share:.2f})" if isinstance(found, NoRegion) else "no region"
+                notes.append(f"no stage 2: entry {entry} lacks steps {missing}" if missing else f"no stage 2: {why}")
+                k2 = k1
+        tokens = token_indices(difference.target_spans, offsets) if difference.target_spans else ()
+        reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tuple(tokens), self.gains, difference)
+        return Decision(reuse, tuple(notes))
+
+    def _regions(self, candidate: Candidate, difference: Difference) -> Regions | NoRegion | None:
+        """The regions of an entry's words, remembered: followers of one source often differ in the same words."""
+        key = (candidate.entry_id, difference.source_spans, difference.scope.value)
+        if key not in self._known:
+            base = self.segmenter.region(candidate.source, difference)
+            self._known[key] = None if base is None else build(base, self.regions)
+            if len(self._known) > REMEMBERED_REGIONS:
+                self._known.popitem(last=False)
+        return self._known[key]

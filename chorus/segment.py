@@ -1,0 +1,68 @@
+"""Segmenters: where in a source's video is that which differs? A region on the token grid, bool [T, h, w]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .differ import Difference, Scope
+from .evidence import Evidence, content_words
+from .regions import complement
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a segmenter may look at: the source's prompt and, where it was recorded, its evidence."""
+
+    prompt: str
+    evidence: Evidence | None
+
+
+class Segmenter(Protocol):
+    """Finds regions. `name` goes into the trace."""
+
+    name: str
+
+    def region(self, source: Source, difference: Difference) -> torch.Tensor | None:
+        """M_base of the difference (Chorus, SRD), bool [T, h, w]; None where it can't be told.
+
+        For a background it is what no object covers.
+        """
+
+
+class EvidenceSegmenter:
+    """From the cross-attention of the source's own run: no other model, no extra pass."""
+
+    name = "evidence"
+
+    def region(self, source: Source, difference: Difference) -> torch.Tensor | None:
+        """M_base, bool [T, h, w], or None without evidence for the words."""
+        if source.evidence is None or difference.scope is Scope.everything:
+            return None
+        spans = difference.source_spans
+        if difference.scope is Scope.background:
+            spans = tuple(
+                (start, end)
+                for start, end in content_words(source.prompt)
+                if not any(a < end and start < b for a, b in spans)
+            )
+        found = source.evidence.of(spans)
+        if found is None:
+            return None
+        region = found > threshold(found)
+        return complement(region) if difference.scope is Scope.background else region
+
+
+def threshold(values: torch.Tensor, bins: int = 64) -> float:
+    """Otsu's threshold of values in 0..1: the one that parts them into the two most different classes."""
+    counts = torch.histc(values.float(), bins, 0.0, 1.0).double()
+    centers = (torch.arange(bins, dtype=torch.float64) + 0.5) / bins
+    below, total = counts.cumsum(0), counts.sum()
+    mean_below = (counts * centers).cumsum(0)
+    above = total - below
+    between = (
+        below * above * (mean_below / below.clamp_min(1) - (mean_below[-1] - mean_below) / above.clamp_min(1)) ** 2
+    )
+    return float(centers[int(between.argmax())]) + 0.5 / bins

@@ -1,0 +1,87 @@
+"""The same batch under the policies none, nirvana and chorus, on the built-in model; then `chorus-batch compare`.
+
+    uv run --extra dev python -m tests.bench.policies [--families 16] [--steps 20]
+
+Each family is a prompt and three that differ from it in one attribute, with seeds that no table was chosen on. Starts
+servers of its own in a throw-away folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from chorus_batch.jobs.local import profile
+from chorus_batch.jobs.settings import Settings
+
+PROGRAM = Path(sys.executable).with_name("chorus-batch")
+WORDS = {
+    "colour": ["red", "green", "blue", "yellow", "purple", "orange", "cyan"],
+    "shape": ["circle", "square", "triangle", "ring"],
+    "motion": ["moves left", "moves right", "moves up", "moves down", "grows", "shrinks", "stays still"],
+    "background": ["black", "white", "gray", "pink"],
+}
+
+
+def prompts(families: int, seed: int) -> list[str]:
+    """Families of four prompts each, no prompt twice."""
+    rng, found = random.Random(seed), dict[str, None]()
+    while len(found) < 4 * families:
+        first = {kind: rng.choice(words) for kind, words in WORDS.items()}
+        family = [first]
+        for kind in rng.sample(list(WORDS), 3):
+            other = rng.choice([word for word in WORDS[kind] if word != first[kind]])
+            family.append({**first, kind: other})
+        texts = ["a {colour} {shape} {motion} over a {background} background".format(**each) for each in family]
+        if not any(text in found for text in texts) and len(set(texts)) == 4:
+            found |= dict.fromkeys(texts)
+    return list(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=20260)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chorus-bench-", dir="/tmp"))
+    folder.chmod(0o711)
+    environment = {**os.environ, "CHORUS_DATA_DIR": str(folder)}
+    settings = profile.ensure(Settings(data_dir=folder))
+
+    def run(*command: str) -> str:
+        return subprocess.run(
+            [PROGRAM, *command], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    try:
+        path = folder / "families.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["prompt", "seed"])
+            writer.writerows((text, 1000 + n) for n, text in enumerate(prompts(arguments.families, arguments.seed)))
+        batches = [
+            run("submit", str(path), "--wait", "-q", "--name", policy, "--policy", policy,
+                "--set", f"steps={arguments.steps}").strip()
+            for policy in ("none", "nirvana", "chorus")
+        ]  # fmt: skip
+        print(run("compare", *batches))
+        print(run("compare", *batches, "--json"))
+        print(run("sql", "select k.batch_id, g.kind, count(*), avg(g.k1) k1, avg(g.k2) k2,"
+                  " avg((not g.scores @? '$.* ? (@ == false)')::int) all_right"
+                  " from generations g join jobs k on k.id = g.job_id where g.cache_result = 'semantic'"
+                  " group by 1, 2 order by 1, 2"))  # fmt: skip
+    finally:
+        profile.down(settings)
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

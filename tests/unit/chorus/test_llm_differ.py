@@ -1,0 +1,198 @@
+"""The differ that asks a model: the check of its answers, and the fallback, with real models of transformers' classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from chorus_batch.chorus.differ import Difference, Kind, LexicalDiffer, Scope
+from chorus_batch.chorus.errors import WeightsError
+from chorus_batch.chorus.llm_differ import InvalidAnswer, LlmDiffer, LocalModel, parse_answer, question
+
+SOURCE = "A spotted dog runs in a park"
+TARGET = "a black dog runs in a park"
+ANSWER = {"kind": "attribute", "scope": "object", "source_phrase": "the spotted dog", "target_phrase": "a black dog"}
+VALID = ANSWER | {"source_phrase": "a spotted dog"}
+
+
+def test_a_valid_answer_is_mapped_to_spans() -> None:
+    found = parse_answer(json.dumps(VALID), SOURCE, TARGET)
+    assert found == Difference(Kind.attribute, Scope.object, "spotted dog", "black dog", ((2, 13),), ((2, 7),))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```json\n{}\n```",
+        "Sure! {} I hope that this helps.",
+        '{}\n\nA: a cat\nB: a dog\n{{"kind": "object"',
+    ],
+)
+def test_what_a_model_writes_around_the_object_is_left_out(text: str) -> None:
+    assert parse_answer(text.format(json.dumps(VALID)), SOURCE, TARGET).source_phrase == "spotted dog"
+
+
+def test_words_left_out_give_no_new_words() -> None:
+    answer = VALID | {"target_phrase": "dog"}
+    found = parse_answer(json.dumps(answer), SOURCE, "a dog runs in a park")
+    assert (found.target_phrase, found.target_spans) == ("dog", ())
+
+
+def test_something_added_has_no_source_phrase() -> None:
+    answer = {"kind": "object", "scope": "object", "source_phrase": "", "target_phrase": "red hat"}
+    found = parse_answer(json.dumps(answer), "a dog", "a dog in a Red  hat")
+    assert (found.source_phrase, found.source_spans) == ("", ())
+    assert (found.target_phrase, found.target_spans) == ("Red  hat", ((11, 14), (16, 19)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "colour"},
+        {"kind": ["attribute"]},
+        {"kind": None},
+        {"scope": "global"},
+        {"scope": "background"},  # an attribute isn't changed outside the object
+        {"source_phrase": "spotted cat"},
+        {"source_phrase": "spot"},  # no word of the prompt
+        {"source_phrase": "black dog"},  # a word of the other prompt
+        {"source_phrase": "?!"},
+        {"source_phrase": "", "target_phrase": ""},
+        {"target_phrase": 3},
+        {"reason": "another colour"},
+    ],
+)
+def test_invalid_answers(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidAnswer):
+        parse_answer(json.dumps(VALID | change), SOURCE, TARGET)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "attribute", "[1, 2]", '{"kind": "attribute"', "{'kind': 'attribute'}", "{" * 9999]
+)
+def test_what_is_no_object(text: str) -> None:
+    with pytest.raises(InvalidAnswer):
+        parse_answer(text, SOURCE, TARGET)
+
+
+def test_a_missing_key_is_invalid() -> None:
+    for key in VALID:
+        with pytest.raises(InvalidAnswer):
+            parse_answer(json.dumps({k: v for k, v in VALID.items() if k != key}), SOURCE, TARGET)
+
+
+# --- Models ----------------------------------------------------------------------------------------------------------
+
+
+def save_model(folder: Path, *, answer: str = "", room: int = 4096, chat: bool = False) -> Path:
+    """A Llama of one small layer over bytes: with random weights, or with such that it writes `answer` and nothing
+    else, over and over."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    if answer:
+        fast.add_tokens([AddedToken(answer, normalized=False)])
+    if chat:
+        fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=room,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    if answer:
+        with torch.no_grad():
+            # The same state at every place, which points at the answer's token.
+            model.model.embed_tokens.weight.fill_(1)
+            model.model.layers[0].self_attn.o_proj.weight.zero_()
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[-1] = 1
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("random"))
+
+
+def test_garbage_is_left_to_the_fallback_and_counted(random_model: Path) -> None:
+    differ = LlmDiffer(random_model)
+    found = [differ.compare(SOURCE, TARGET) for _ in range(2)]
+    assert found == [LexicalDiffer().compare(SOURCE, TARGET)] * 2
+    assert (differ.calls, differ.fallbacks) == (2, 2)
+
+
+def test_a_random_model_writes_the_same_each_time(random_model: Path) -> None:
+    model = LocalModel(random_model, max_new_tokens=12)
+    assert model.write("A: a dog") == model.write("A: a dog") != ""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_a_model_answers_counts(tmp_path: Path, chat: bool) -> None:
+    # Not what the lexical differ says of this pair.
+    answer = {"kind": "several", "scope": "everything", "source_phrase": "dog", "target_phrase": "park"}
+    differ = LlmDiffer(str(save_model(tmp_path, answer=json.dumps(answer), chat=chat)))
+    found = differ.compare(SOURCE, TARGET)
+    assert found == Difference(Kind.several, Scope.everything, "dog", "park", ((10, 13),), ((22, 26),))
+    assert (differ.calls, differ.fallbacks) == (1, 0)
+
+
+def test_a_prompt_that_does_not_fit_is_left_to_the_fallback(tmp_path: Path) -> None:
+    differ = LlmDiffer(save_model(tmp_path, answer=json.dumps(VALID), room=512))
+    assert differ.compare(SOURCE, TARGET) == LexicalDiffer().compare(SOURCE, TARGET)
+    assert (differ.calls, differ.fallbacks) == (1, 1)
+
+
+def test_the_same_prompt_is_not_asked_about(random_model: Path) -> None:
+    differ = LlmDiffer(random_model)
+    assert differ.compare(SOURCE, SOURCE) == LexicalDiffer().compare(SOURCE, SOURCE)
+    assert differ.calls == 0
+
+
+def test_another_fallback(random_model: Path) -> None:
+    class Fixed:
+        def compare(self, source: str, target: str) -> Difference:
+            return Difference(Kind.style, Scope.everything, "", target, (), ())
+
+    assert LlmDiffer(random_model, fallback=Fixed()).compare(SOURCE, TARGET).kind is Kind.style
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    class Broken:
+        def write(self, text: str) -> str:
+            raise RuntimeError("out of memory")
+
+    differ = LlmDiffer(Broken())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        differ.compare(SOURCE, TARGET)
+    assert differ.fallbacks == 0
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError):
+        LlmDiffer(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WeightsError):
+        LlmDiffer(tmp_path).compare(SOURCE, TARGET)
+
+
+def test_prompts_stand_in_a_line_each() -> None:
+    assert question("a\n\ndog", "B: a  cat").endswith("\nA: a dog\nB: B: a cat\n")
