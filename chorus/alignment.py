@@ -11,6 +11,8 @@ from .phrases import Phrase, Reading, Role, Term
 
 # Attributes of an object that another object could have as well: of two of one sort, one took the other's place.
 _EXCLUSIVE = frozenset(("colour", "size", "texture"))
+# Parts of words that say nothing alone.
+_EMPTY = frozenset(("det", "aux", "conj"))
 Matches = dict[int, int]
 Name = Callable[[Term], Hashable]
 
@@ -72,7 +74,8 @@ class Alignment:
 
     def new_words(self) -> list[tuple[int, int]]:
         """The characters of the target's words that the source lacks."""
-        known = {lexicon.verb_key(word) for word in self.source.words}
+        # "in" of a place isn't the "in" of "zoom in".
+        known = {lexicon.verb_key(word) for word in self.source.words if lexicon.part(word) != "prep"}
         indices = {i for term in self.only_target for i in _new(term, self.target.words, known)}
         return [self.target.spans[i] for i in sorted(indices)]
 
@@ -266,6 +269,7 @@ def _merged(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]
 
 def _new(term: Term, words: Sequence[str], known: set[str]) -> Sequence[int]:
     """The words of a term that the other prompt lacks: of "moves up" against "moves left" only "up"."""
-    content = [i for i in term.words if words[i] != "to" and lexicon.part(words[i]) not in ("det", "aux", "conj")]
+    empty = _EMPTY | {"prep"} if term.role is Role.STYLE else _EMPTY
+    content = [i for i in term.words if words[i] != "to" and lexicon.part(words[i]) not in empty]
     fresh = [i for i in content if lexicon.verb_key(words[i]) not in known] if len(term.words) > 1 else content
     return fresh or content or term.words

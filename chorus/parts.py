@@ -27,6 +27,8 @@ _CONTENT = NOMINAL | {"verb", "camera"}
 _OPENING = NOMINAL | {"det", "filler", "camera"}
 _BEFORE_SUBJECT = frozenset(("det", "conj", "prep", "adj", "filler", "verb"))
 _PICTURES = lexicon.MEDIA | lexicon.PICTURES
+_LOOKS = frozenset(("camera", "style", "styleof"))
+_TELLING = _PICTURES | {"camera", "white"}
 # Parts that depend on the neighbours.
 _OPEN = frozenset(("verb-ing", "verb-ed", "verb-s", "verb-base", "adv", "dir", "not", "adj", "prep", "aux"))
 
@@ -53,9 +55,11 @@ def take_apart(text: str) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...],
     units = list(_units(text, spans, words))
     _say_parts(units)
     for segment in _segments(units):
-        _find_media(segment)
-        _find_camera(segment)
-        _find_style(segment)
+        # Most segments say nothing of the picture.
+        if any(unit.part in _LOOKS or unit.text in _TELLING for unit in segment):
+            _find_media(segment)
+            _find_camera(segment)
+            _find_style(segment)
     return spans, words, units
 
 
@@ -67,15 +71,17 @@ def _units(text: str, spans: Sequence[tuple[int, int]], words: Sequence[str]) ->
         if breaks[index]:
             segment += 1
             sentence += _SENTENCE.search(gaps[index]) is not None
-        size, part, key = _group(words, breaks, index)
-        whole = words[index] if size == 1 else " ".join(words[index : index + size])
+        whole = words[index]
+        size, part, key = _group(words, breaks, index) if whole in lexicon.GROUPS else (1, lexicon.part(whole), "")
+        if size > 1:
+            whole = " ".join(words[index : index + size])
         capital = index > 0 and text[spans[index][0]].isupper()
         yield Unit(index, index + size - 1, whole, part, key, breaks[index], sentence, segment, capital)
         index += size
 
 
 def _group(words: Sequence[str], breaks: Sequence[bool], index: int) -> tuple[int, str, str]:
-    for group, part, key in lexicon.GROUPS.get(words[index], ()):
+    for group, part, key in lexicon.GROUPS[words[index]]:
         size = len(group)
         if tuple(words[index : index + size]) == group and not any(breaks[index + 1 : index + size]):
             return size, part, key

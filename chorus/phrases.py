@@ -180,7 +180,9 @@ class _Reader:
         described = before.part != "det" if before else start > 0
         if head is None and not _surface(preposition, before):
             if described and self._phrases:
-                self._describe(units, len(self._phrases) - 1)
+                # "turns from red to green" isn't "turns from green to red".
+                way = preposition.text if preposition and preposition.text in ("from", "to", "into") else ""
+                self._describe(units, len(self._phrases) - 1, way)
                 return
             head = units[-1]
         self._phrase(start, units, head, preposition, before)
@@ -209,11 +211,11 @@ class _Reader:
             self._terms.append(Term(role, key, (), index, "head"))
         self._describe([unit for unit in units if unit is not head], index)
 
-    def _describe(self, units: Sequence[Unit], phrase: int) -> None:
+    def _describe(self, units: Sequence[Unit], phrase: int, way: str = "") -> None:
         ground = self._phrases[phrase].background
         for unit, following in _with_next(units):
             role, key, sort = _description(unit, following)
-            self._say(Role.BACKGROUND if ground else role, unit, key, phrase=phrase, sort=sort)
+            self._say(Role.BACKGROUND if ground else role, unit, f"{way} {key}".lstrip(), phrase=phrase, sort=sort)
 
     def _linked(self, start: int, preposition: Unit | None) -> Phrase | None:
         """The phrase before, if nothing but the preposition or a conjunction, and articles, stands between."""

@@ -57,6 +57,7 @@ class ReusePolicy:
     regions: RegionSettings
     differ: Differ
     segmenter: Segmenter
+    kind_gains: Mapping[str, Gains] = field(default_factory=dict)  # by kind of difference, where they're others
     _known: OrderedDict[tuple[int | str, tuple[tuple[int, int], ...], str], Regions | NoRegion | None] = field(
         default_factory=OrderedDict
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from .differ import Difference, Scope
-from .evidence import Evidence, content_words
+from .evidence import Evidence
 from .regions import complement
 
 
@@ -41,17 +41,11 @@ class EvidenceSegmenter:
         """M_base, bool [T, h, w], or None without evidence for the words."""
         if source.evidence is None or difference.scope is Scope.everything:
             return None
-        spans = difference.source_spans
-        if difference.scope is Scope.background:
-            spans = tuple(
-                (start, end)
-                for start, end in content_words(source.prompt)
-                if not any(a < end and start < b for a, b in spans)
-            )
-        found = source.evidence.of(spans)
+        found = source.evidence.of(difference.source_spans)
         if found is None:
             return None
         region = found > threshold(found)
+        # Where the background differs the spans name what stays.
         return complement(region) if difference.scope is Scope.background else region
 
 

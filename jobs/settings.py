@@ -46,6 +46,7 @@ class Settings:
     embedder: str = "minilm"  # minilm | clip:<folder or hub id>
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
+    differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
     attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
@@ -69,6 +70,8 @@ class Settings:
                 "broker_url is not the URL of a broker",
                 hint=f"set CHORUS_BROKER_URL to one of {', '.join(f'{known}://' for known in BROKERS)}",
             )
+        if self.differ != "lexical" and not (self.differ.startswith("llm:") and self.differ[4:].strip()):
+            raise SettingsError(f"differ is {self.differ!r}", hint="use lexical or llm:<folder>")
         if self.latent_dtype not in LATENT_DTYPES:
             raise SettingsError(f"latent_dtype is {self.latent_dtype!r}", hint=f"use {', '.join(LATENT_DTYPES)}")
         if self.lease < 2 * self.heartbeat_interval:

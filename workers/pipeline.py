@@ -110,6 +110,8 @@ class Pipeline:
                 else:
                     limit = self._runtime.settings.max_failures
                     queue.fail(connection, claim, code, message, retry=retry, max_failures=limit)
+            if code is not None:
+                self._forget_checkpoint(claim)
         except ClaimLost as error:
             log.warning("%s", error)
         except DependencyDown as error:
@@ -248,6 +250,17 @@ class Pipeline:
             except ChorusBatchError as error:
                 log.warning("job %s: the checkpoint wasn't stored: %s", claim.job_id, error)
         self._end(claim, checkpoint=stored)
+        if stored is not None:
+            self._forget_checkpoint(claim)
+
+    def _forget_checkpoint(self, claim: Claim) -> None:
+        """Remove what an earlier attempt left, once nobody will go on from it."""
+        if claim.checkpoint is None:
+            return
+        try:
+            self._runtime.store.remove([claim.checkpoint.key])
+        except ChorusBatchError as error:
+            log.warning("job %s: %s", claim.job_id, error)
 
     def _finished(
         self,

@@ -24,6 +24,7 @@ from chorus_batch.workers.heartbeat import Heartbeat
 if TYPE_CHECKING:
     import torch
 
+    from chorus_batch.chorus.differ import Differ
     from chorus_batch.chorus.engine import Engine
     from chorus_batch.chorus.evidence import Evidence
     from chorus_batch.chorus.policy import Policy, ReusePolicy
@@ -145,7 +146,8 @@ class Runtime:
             card = load_card(domain.model)
             engine = Engine.load(domain.model, device=self._device(), threads=self.settings.threads)
             engine.use_attention(self.settings.attention_backend or None)
-            policies = {policy.value: _reuse_policy(card, policy) for policy in Policy}
+            differ = make_differ(self.settings.differ)
+            policies = {policy.value: reuse_policy(card, policy, differ) for policy in Policy}
             self._models[domain.model] = LoadedModel(engine, policies)
         loaded = self._models[domain.model]
         if loaded.engine.fingerprint != domain.fingerprint:
@@ -163,21 +165,33 @@ class Runtime:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _reuse_policy(card: ModelCard, policy: Policy) -> ReusePolicy:
-    """How a model's latents are reused under a policy, by its card; the differ and the segmenter need no other model."""
+def make_differ(name: str) -> Differ:
+    """The differ that the settings name: lexical, or llm:FOLDER."""
     from chorus_batch.chorus.differ import LexicalDiffer
+
+    if name == "lexical":
+        return LexicalDiffer()
+    from chorus_batch.chorus.llm_differ import LlmDiffer
+
+    return LlmDiffer(name.removeprefix("llm:"))
+
+
+def reuse_policy(card: ModelCard, policy: Policy, differ: Differ) -> ReusePolicy:
+    """How a model's latents are reused under a policy, by its card."""
     from chorus_batch.chorus.gains import Gains
     from chorus_batch.chorus.policy import ReusePolicy
     from chorus_batch.chorus.regions import RegionSettings
     from chorus_batch.chorus.segment import EvidenceSegmenter
     from chorus_batch.chorus.stages import Boundaries
 
+    # No tau above 1: a card without boundaries reuses nothing, whatever its gains.
+    tau = min(card.tau, 0.99)
     return ReusePolicy(
         policy,
         Boundaries.parse(card.boundaries, card.defaults.shift, card.kinds),
-        # No tau above 1: a card without boundaries reuses nothing, whatever its gains.
-        Gains(**card.gains, tau=min(card.tau, 0.99)),
+        Gains(**card.gains, tau=tau),
         RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
-        LexicalDiffer(),
+        differ,
         EvidenceSegmenter(),
+        {kind: Gains(**gains, tau=tau) for kind, gains in card.kind_gains.items()},
     )

@@ -44,6 +44,7 @@ class ModelCard:
     # The same by kind of difference; other kinds use `boundaries`. A table without rows: this kind is never reused.
     kinds: Mapping[str, Mapping[int, tuple[Boundary, ...]]] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=lambda: dict(NO_GAIN))  # all of NO_GAIN's names
+    kind_gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # the same by kind of difference
     regions: Mapping[str, float] = field(default_factory=dict)  # RADII and LARGEST_SHARE; empty: the engine's own
 
     def __post_init__(self) -> None:
@@ -65,7 +66,8 @@ class ModelCard:
                 raise SettingsError(f"model card {self.name!r}: kinds: {kind!r} has no table; leave it out, or give []")
             for steps, rows in tables.items():
                 self._check_rows(f"kinds: {kind!r} for {steps} steps", steps, rows)
-        self._check_gains()
+        for kind, gains in {"": self.gains, **self.kind_gains}.items():
+            self._check_gains(f"gains of kind {kind!r}" if kind else "gains", gains)
         self._check_regions()
 
     def _check_rows(self, field_name: str, steps: int, rows: tuple[Boundary, ...]) -> None:
@@ -77,15 +79,15 @@ class ModelCard:
             if not (before[0] < after[0] and before[1] <= after[1] and before[2] <= after[2]):
                 raise SettingsError(f"{where}: {after} after {before} doesn't ascend")
 
-    def _check_gains(self) -> None:
-        where = f"model card {self.name!r}: gains"
-        if set(self.gains) != set(NO_GAIN):
-            raise SettingsError(f"{where} are {', '.join(NO_GAIN)}, not {', '.join(self.gains) or 'nothing'}")
+    def _check_gains(self, field_name: str, gains: Mapping[str, float]) -> None:
+        where = f"model card {self.name!r}: {field_name}"
+        if set(gains) != set(NO_GAIN):
+            raise SettingsError(f"{where} are {', '.join(NO_GAIN)}, not {', '.join(gains) or 'nothing'}")
         for name in ("key", "output"):
-            if not (math.isfinite(self.gains[name]) and self.gains[name] >= 1):
-                raise SettingsError(f"{where}: {name} must be 1 (off) or more, not {self.gains[name]}")
-        if not 0 < self.gains["until"] <= 1:
-            raise SettingsError(f"{where}: until is a share of the steps above 0, not {self.gains['until']}")
+            if not (math.isfinite(gains[name]) and gains[name] >= 1):
+                raise SettingsError(f"{where}: {name} must be 1 (off) or more, not {gains[name]}")
+        if not 0 < gains["until"] <= 1:
+            raise SettingsError(f"{where}: until is a share of the steps above 0, not {gains['until']}")
 
     def _check_regions(self) -> None:
         where, names = f"model card {self.name!r}: regions", (*RADII, LARGEST_SHARE)
@@ -141,7 +143,8 @@ def _card(table: dict[str, Any]) -> ModelCard:
             "schedulers": tuple(table["schedulers"]),
             "boundaries": _tables(table["boundaries"]),
             "kinds": {kind: _tables(tables) for kind, tables in table.get("kinds", {}).items()},
-            "gains": {name: float(value) for name, value in table.get("gains", NO_GAIN).items()},
+            "gains": _floats(table.get("gains", NO_GAIN)),
+            "kind_gains": {kind: _floats(gains) for kind, gains in table.get("kind_gains", {}).items()},
             "regions": {name: _number(value) for name, value in table.get("regions", {}).items()},
         }
     )
@@ -152,6 +155,10 @@ def _tables(tables: Mapping[str, list[list[float]]]) -> dict[int, tuple[Boundary
         int(steps): tuple((float(m_from), _whole(k1), _whole(k2)) for m_from, k1, k2 in rows)
         for steps, rows in tables.items()
     }
+
+
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 def _whole(value: float) -> int:

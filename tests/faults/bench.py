@@ -149,7 +149,7 @@ class Gate:
         self.reached = threading.Event()
         self._at: int | None = None
         self._opened = threading.Event()
-        self._hook = transformer.register_forward_pre_hook(self._passing)
+        self._hook = transformer.patch_embedding.register_forward_pre_hook(self._passing)
 
     def close_at(self, passes: int) -> None:
         """Hold the worker before it makes its pass number `passes` from now, counted from 1."""

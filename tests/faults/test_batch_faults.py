@@ -508,26 +508,60 @@ def test_two_workers_with_a_cache_finish_each_job_once(bench: Bench, hire: Hire)
     assert [bench.attempts(job.id) for job in bench.jobs(batch)] == [["done"]] * 8
 
 
-def test_a_worker_told_to_stop_gives_its_job_back_at_the_next_step(bench: Bench, hire: Hire) -> None:
-    batch = bench.submit(PROMPTS[:2])
-    worker = hire()
+def stopped_at_pass(worker: Worker, passes: int) -> None:
+    """The worker takes a job, is told to stop while it makes that pass of it, and leaves."""
     gate = worker.gate()
-    gate.close_at(3)  # the first pass of the second step
+    gate.close_at(passes)
     worker.start()
-    signalled(gate.reached, "the worker to be at its second step")
+    signalled(gate.reached, "the worker to be in the middle of a generation")
     worker.runtime.stopping.set()
     gate.open()
     worker.ended(10)
-    assert gate.passes == 4  # the step was ended, no other begun
+    assert gate.passes == passes + 1  # the step was ended, no other begun
+    worker.close()
+
+
+def test_a_worker_told_to_stop_leaves_its_job_at_the_next_step_for_another_to_go_on(bench: Bench, hire: Hire) -> None:
+    batch = bench.submit(PROMPTS[:2])
+    stopped_at_pass(hire(), 3)  # the first pass of the second step
     source, follower = bench.jobs(batch)
     assert (source.state, follower.state) == ("ready", "waiting")
     assert bench.attempts(source.id) == ["released"]
     assert bench.sql("SELECT failures, deaths FROM queue WHERE job_id = :job", job=source.id) == [(0, 0)]
-    assert bench.keys() == set()
-    worker.close()
+    assert bench.keys(f"batches/{batch}/") == {f"batches/{batch}/jobs/{source.id}/attempts/1/checkpoint.safetensors"}
+    stopped_at_pass(hire(), 1)  # a step further
+    assert bench.keys(f"batches/{batch}/") == {f"batches/{batch}/jobs/{source.id}/attempts/2/checkpoint.safetensors"}
+    worker = hire()
+    gate = worker.gate()
+    worker.work()
+    follower = bench.jobs(batch)[1]
+    assert gate.passes == PASSES - 4 - 2 + 2 * follower.steps_computed
+    bench.check_done(batch)  # the checkpoint is gone, too
+    assert bench.attempts(source.id) == ["released", "released", "done"]
+    done = bench.sql("SELECT steps_computed, forward_passes FROM generations WHERE job_id = :job", job=source.id)
+    assert done == [(STEPS, PASSES)]
+    again = bench.submit(PROMPTS[:2], cache=CacheMode.off)
     hire().work()
+    assert bench.latents(again)[0] == bench.latents(batch)[0]
+
+
+@pytest.mark.parametrize("how", ["damaged", "deleted", "another generation's"])
+def test_a_checkpoint_that_cant_be_used_costs_time_and_nothing_else(how: str, bench: Bench, hire: Hire) -> None:
+    batch = bench.submit(PROMPTS[:1])
+    stopped_at_pass(hire(), 3)
+    (key,) = bench.keys(f"batches/{batch}/")
+    if how == "deleted":
+        bench.store.remove([key])
+    elif how == "damaged":
+        bench.store.put(key, bench.store.get(key)[:-9], "application/octet-stream")
+    else:
+        bench.sql("UPDATE jobs SET seed = seed + 1 WHERE batch_id = :batch", batch=batch)
+    worker = hire()
+    gate = worker.gate()
+    worker.work()
+    assert gate.passes == PASSES
     bench.check_done(batch)
-    assert bench.attempts(source.id) == ["released", "done"]
+    assert "checkpoint" in bench.jobs(batch)[0].notes[0]
 
 
 def test_a_cancelled_batch_stops_in_mid_generation(bench: Bench, hire: Hire) -> None:

@@ -284,7 +284,10 @@ def test_a_worker_told_to_stop_gives_its_job_back_within_ten_seconds(crew: Crew)
     assert [found.state for found in bench.jobs(batch)] == ["ready"] * 4
     assert bench.attempts(job) == ["released"]
     assert bench.sql("SELECT sum(failures + deaths) AS n FROM queue WHERE batch_id = :batch", batch=batch)[0].n == 0
-    assert bench.keys(f"batches/{batch}/") == set()
+    # What it had computed is there for another to go on from, and nothing else.
+    (kept,) = bench.keys(f"batches/{batch}/")
+    assert kept.endswith(f"/jobs/{job}/attempts/1/checkpoint.safetensors")
+    assert bench.sql("SELECT checkpoint->>'key' FROM queue WHERE job_id = :job", job=job) == [(kept,)]
     assert bench.sql("SELECT FROM workers WHERE stopped_at IS NULL") == []  # signed off, not to be waited for
     assert control.cancel(bench.engine, batch) == 4  # nobody else need do it
 

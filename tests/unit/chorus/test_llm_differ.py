@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ from chorus_batch.chorus.llm_differ import InvalidAnswer, LlmDiffer, LocalModel,
 
 SOURCE = "A spotted dog runs in a park"
 TARGET = "a black dog runs in a park"
-ANSWER = {"kind": "attribute", "scope": "object", "source_phrase": "the spotted dog", "target_phrase": "a black dog"}
-VALID = ANSWER | {"source_phrase": "a spotted dog"}
+VALID = {"kind": "attribute", "scope": "object", "source_phrase": "a spotted dog", "target_phrase": "a black dog"}
 
 
 def test_a_valid_answer_is_mapped_to_spans() -> None:
@@ -192,6 +193,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(WeightsError):
         LlmDiffer(tmp_path).compare(SOURCE, TARGET)
+
+
+def test_nothing_heavy_is_imported_before_a_model_is_asked() -> None:
+    program = (
+        "import sys; from chorus_batch.chorus import llm_differ; llm_differ.LlmDiffer(None); "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_prompts_stand_in_a_line_each() -> None:

@@ -81,9 +81,7 @@ def by_rule(transformer: Any, threshold: float) -> tuple[torch.Tensor, list[bool
     stack = Stack(transformer.blocks, threshold, retained=5)
     blocks, transformer.blocks = transformer.blocks, torch.nn.ModuleList([stack])
     try:
-        pipeline = WanPipeline(
-            tokenizer=None, text_encoder=None, vae=None, scheduler=make_scheduler("euler", 5.0), transformer=transformer
-        )
+        pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=euler(), transformer=transformer)
         pipeline.set_progress_bar_config(disable=True)
         latents: torch.Tensor = pipeline(
             prompt_embeds=guidance.conditional,
@@ -106,8 +104,11 @@ def ours(transformer: Any, threshold: float, monkeypatch: pytest.MonkeyPatch, **
     noise, guidance = inputs()
     network = Network(transformer)
     with torch.inference_mode(), step_cache("teacache", transformer, "random", STEPS) as cache:
-        walk = {"cache": cache, **walk}
-        return denoise(network, lambda: make_scheduler("euler", 5.0), noise, Walk(STEPS, guidance, **walk))
+        return denoise(network, euler, noise, Walk(STEPS, guidance, cache=cache, **walk))
+
+
+def euler() -> Any:
+    return make_scheduler("euler", 5.0)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.25, 1.0, 100.0])
@@ -127,7 +128,9 @@ def test_the_threshold_is_a_scale_from_everything_to_nothing(
     ]
     assert counts == sorted(counts, reverse=True)
     assert (counts[0], counts[-1]) == (2 * STEPS, 2 * 5)
-    plain = ours(random_transformer, 0.0, monkeypatch, cache=None)
+    noise, guidance = inputs()
+    with torch.inference_mode():
+        plain = denoise(Network(random_transformer), euler, noise, Walk(STEPS, guidance))
     assert torch.equal(ours(random_transformer, 0.0, monkeypatch).latents, plain.latents)
 
 
@@ -142,24 +145,21 @@ def test_it_needs_the_step_in_its_context(random_transformer: Any) -> None:
     apply_teacache(random_transformer, TeaCacheConfig(COEFFICIENTS, 0.1))
     noise, guidance = inputs()
     try:
-        with torch.inference_mode(), random_transformer.cache_context("cond"):
-            with pytest.raises(ValueError, match="step_index"):
-                random_transformer(noise, torch.tensor([500.0]), guidance.conditional)
+        with random_transformer.cache_context("cond"), pytest.raises(ValueError, match="step_index"):
+            random_transformer(noise, torch.tensor([500.0]), guidance.conditional)
     finally:
         remove_teacache(random_transformer)
 
 
 @pytest.mark.parametrize("name", WAN)
 def test_the_published_polynomials_say_something(name: tuple[int, int]) -> None:
-    """They rise over what 50 steps meet, as their authors' own evaluation does, and never say "nothing changes"."""
-    config = WAN[name]
+    """They are taken as they are over what 50 steps meet."""
+    config, polynomial = WAN[name], np.poly1d(WAN[name].coefficients)
     distances = np.linspace(0.0, 0.05, 51)
-    values = [config.estimate(float(distance)) for distance in distances]
-    assert values == [max(0.0, value) for value in np.poly1d(config.coefficients)(distances).tolist()] or np.allclose(
-        values, np.maximum(0.0, np.poly1d(config.coefficients)(distances)), atol=1e-12
-    )
+    estimates = [config.estimate(float(distance)) for distance in distances]
+    assert np.allclose(estimates, np.maximum(0.0, polynomial(distances)), atol=1e-12)
     # Far beyond, their fourth power would bring them below zero, and no step would ever run again.
-    assert np.poly1d(config.coefficients)(0.5) < 0
+    assert polynomial(0.5) < 0
     assert config.estimate(0.5) == float("inf")
 
 

@@ -55,6 +55,8 @@ def test_an_unknown_model_is_named_with_the_known_ones():
         ({"gains": GAINS | {"key": "two"}}, "not a model card"),
         ({"gains": GAINS | {"until": 0.0}}, "gains: until"),
         ({"gains": GAINS | {"until": 1.5}}, "gains: until"),
+        ({"kind_gains": {"motion": GAINS | {"key": 0.5}}}, "gains of kind 'motion': key must be 1"),
+        ({"kind_gains": {"motion": {"key": 2.0}}}, "gains of kind 'motion' are key, output, until"),
         ({"regions": {"edit_spatial": 1}}, "regions are edit_spatial.*largest_share, not edit_spatial"),
         ({"regions": REGIONS | {"see": 1}}, "regions are"),
         ({"regions": REGIONS | {"edit_spatial": -1}}, "regions: edit_spatial is a whole number"),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 
-from chorus_batch.workers.runtime import HeldSources
+from chorus_batch.workers.runtime import HeldSource, HeldSources
 
 EACH = 4 * 100  # bytes of what `latents` makes
 
 
-def latents(value: float = 0.0, count: int = 1) -> Mapping[int, torch.Tensor]:
-    return {k: torch.full((1, 1, 10, 10), value) for k in range(1, count + 1)}
+def latents(value: float = 0.0, count: int = 1) -> HeldSource:
+    return HeldSource({k: torch.full((1, 1, 10, 10), value) for k in range(1, count + 1)}, None)
 
 
 def test_what_is_held_comes_back_by_job_and_checksum() -> None:
@@ -53,7 +51,7 @@ def test_exactly_the_limit_fits() -> None:
     held.add(1, "x", latents())
     held.add(2, "x", latents())
     assert held.ids() == [1, 2]
-    held.add(3, "x", {1: torch.zeros(1)})
+    held.add(3, "x", HeldSource({1: torch.zeros(1)}, None))
     assert held.ids() == [2, 3]
 
 
