@@ -12,22 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from . import lexicon
 from .attention import Watch
 
 Span = tuple[int, int]
 
 _WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")
-# What names nothing that could be seen.
-_FUNCTION_WORDS = frozenset(
-    "a an the this that these those and or but of to in on at by for from with without into onto over under above below"
-    " between behind beside next near around through across along against while as is are was were be being been it its"
-    " his her their there where which who some any each".split()
-)
 
 
 def content_words(prompt: str) -> list[Span]:
     """The spans of the words that may name something to be seen: all but function words."""
-    return [m.span() for m in _WORD.finditer(prompt) if m.group().lower() not in _FUNCTION_WORDS]
+    return [m.span() for m in _WORD.finditer(prompt) if m.group().lower() not in lexicon.FUNCTION_WORDS]
 
 
 def recorded_layers(layers: int) -> frozenset[int]:

@@ -30,6 +30,22 @@ ATTRIBUTES = {
     word: sort for sort in ("colour", "size", "texture", "material", "look") for word in _set("attribute", sort)
 }
 NEUTRAL = _set("attribute", "neutral")
+# What names nothing that could be seen.
+FUNCTION_WORDS = frozenset().union(
+    *(
+        _set("grammar", name)
+        for name in (
+            "determiner",
+            "auxiliary",
+            "preposition",
+            "conjunction",
+            "pronoun",
+            "relative",
+            "filler",
+            "negation",
+        )
+    )
+)
 PLACES = _set("place", "nature") | _set("place", "built") | _set("place", "moment")
 BACKDROPS = _set("place", "backdrop")
 PLACE_PREPOSITIONS = _set("place", "prepositions")

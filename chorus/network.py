@@ -129,7 +129,8 @@ class Network:
         patch = self.transformer.config.patch_size
         grid = [n // p for n, p in zip(shape[2:], patch, strict=True)]
         patches: torch.Tensor = hidden.reshape(1, *grid, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
-        return patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        latents: torch.Tensor = patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        return latents
 
 
 def run_block(
@@ -139,7 +140,7 @@ def run_block(
     projected: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """What `WanTransformerBlock.forward` computes, with norm, scale and shift in one kernel. [1, N, dim] to the same."""
+    """[1, N, dim] to the same, as `WanTransformerBlock.forward`; norm, scale and shift are one kernel."""
     table = block.scale_shift_table + projected.float()
     shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = table.chunk(6, dim=1)
     attended = block.attn1(modulate(hidden, scale, shift, block.norm1.eps), None, None, rotary)

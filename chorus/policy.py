@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 
 from .config import GenerationSettings
-from .differ import Difference, Differ, token_indices
+from .differ import Differ, Difference, token_indices
 from .gains import Gains
 from .regions import NoRegion, Regions, RegionSettings, build
 from .request import Reuse

@@ -31,7 +31,8 @@ class Neighbour:
 # matches the approximate index of its space (cache.register_space). The prompt's vector is a scalar sub-query: an index
 # orders by the distance to one value, not to the column of a joined table.
 _QUERY = """
-    SELECT e.id, e.job_id, e.prompt, e.steps, e.object_key, e.sha256, e.size, 1 - (e.embedding{cast} <=> {vector}{cast}) AS m
+    SELECT e.id, e.job_id, e.prompt, e.steps, e.object_key, e.sha256, e.size,
+        1 - (e.embedding{cast} <=> {vector}{cast}) AS m
     FROM cache_entries e
     WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL
         AND (:same_prompt OR e.prompt_key <> :prompt_key) AND NOT (e.prompt_key = :prompt_key AND e.seed = :seed)
