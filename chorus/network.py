@@ -129,8 +129,7 @@ class Network:
         patch = self.transformer.config.patch_size
         grid = [n // p for n, p in zip(shape[2:], patch, strict=True)]
         patches: torch.Tensor = hidden.reshape(1, *grid, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
-        latents: torch.Tensor = patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-        return latents
+        return patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def run_block(
@@ -147,4 +146,5 @@ def run_block(
     hidden = (hidden.float() + attended * gate).type_as(hidden)
     hidden = hidden + block.attn2(block.norm2(hidden.float()).type_as(hidden), text, None, None)
     fed = block.ffn(modulate(hidden, scale_ffn, shift_ffn, block.norm3.eps))
-    return (hidden.float() + fed.float() * gate_ffn).type_as(hidden)
+    result: torch.Tensor = (hidden.float() + fed.float() * gate_ffn).type_as(hidden)
+    return result

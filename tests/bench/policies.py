@@ -74,6 +74,15 @@ def main() -> None:
         ]  # fmt: skip
         print(run("compare", *batches))
         print(run("compare", *batches, "--json"))
+        # What a hit does before its first step, against a plain generation.
+        print(run("sql", "with plain as (select percentile_cont(0.5) within group (order by"
+                  " (seconds->>'denoise')::float8 + (seconds->>'decode')::float8) s from generations"
+                  f" join jobs on id = job_id where batch_id = {batches[0]})"
+                  " select percentile_cont(0.5) within group (order by h) / min(plain.s) share_median,"
+                  " percentile_cont(0.9) within group (order by h) / min(plain.s) share_p90 from plain,"
+                  " (select coalesce((seconds->>'lookup')::float8, 0) + coalesce((seconds->>'fetch')::float8, 0)"
+                  " + coalesce((seconds->>'decide')::float8, 0) h from generations join jobs on id = job_id"
+                  f" where cache_result = 'semantic' and batch_id = {batches[2]}) hits"))  # fmt: skip
         print(run("sql", "select k.batch_id, g.kind, count(*), avg(g.k1) k1, avg(g.k2) k2,"
                   " avg((not g.scores @? '$.* ? (@ == false)')::int) all_right"
                   " from generations g join jobs k on k.id = g.job_id where g.cache_result = 'semantic'"

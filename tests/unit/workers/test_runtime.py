@@ -80,7 +80,7 @@ def test_replacing_and_dropping_give_their_bytes_back(replacements: int) -> None
 
 def test_bytes_are_counted_in_the_latents_own_type() -> None:
     held = HeldSources(limit=2 * EACH)
-    half = {1: torch.zeros(1, 1, 10, 10, dtype=torch.float16)}
+    half = HeldSource({1: torch.zeros(1, 1, 10, 10, dtype=torch.float16)}, None)
     for job in range(4):
         held.add(job, "x", half)
     assert held.ids() == [0, 1, 2, 3]
