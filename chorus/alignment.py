@@ -72,11 +72,12 @@ class Alignment:
             spans = {self.target.phrase_span(i) for i in lost if i is not None}
         return _merged(self.target.text, sorted(spans))
 
-    def new_words(self) -> list[tuple[int, int]]:
-        """The characters of the target's words that the source lacks."""
+    def new_words(self, role: Role | None = None) -> list[tuple[int, int]]:
+        """The characters of the target's words that the source lacks, or of those that say one thing."""
         # "in" of a place isn't the "in" of "zoom in".
         known = {lexicon.verb_key(word) for word in self.source.words if lexicon.part(word) != "prep"}
-        indices = {i for term in self.only_target for i in _new(term, self.target.words, known)}
+        terms = (term for term in self.only_target if role in (None, term.role))
+        indices = {i for term in terms for i in _new(term, self.target.words, known)}
         return [self.target.spans[i] for i in sorted(indices)]
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from .alignment import Alignment, align
 from .errors import NoOffsets
-from .phrases import Reading, read
+from .phrases import Reading, Role, read
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -66,7 +66,9 @@ class Difference:
     `source_phrase` is their text, joined by ", ".
 
     `target_spans` are the target's words that the source lacks, one span each; none where words were only left out.
-    `target_phrase` is the text of what holds them, or of what lost a word, joined in the same way.
+    `target_phrase` is the text of what holds them, or of what lost a word, joined in the same way. `parts` sorts these
+    words by the kinds that the difference consists of: one, or for `several` each of them; none where it is several
+    because nearly everything differs, or changed places.
 
     Where nothing differs (the same prompt, or the same said in other words) the kind is `attribute`, the mildest, and
     there are no spans: no region to compute, nothing to amplify, and no reason to reuse less.
@@ -78,6 +80,7 @@ class Difference:
     target_phrase: str
     source_spans: Spans
     target_spans: Spans
+    parts: tuple[tuple[Kind, Spans], ...] = ()
 
 
 class Differ(Protocol):
@@ -127,9 +130,10 @@ class LexicalDiffer:
     def compare(self, source: str, target: str) -> Difference:
         """The difference, found by words alone."""
         found = align(self._read(source), self._read(target))
-        kind = self._kind(found)
-        if kind is None:
+        kinds = self._kinds(found)
+        if kinds is None:
             return Difference(Kind.attribute, self._settings.scopes[Kind.attribute], "", "", (), ())
+        kind = Kind(kinds[0].value) if len(kinds) == 1 else Kind.several
         spans = tuple(sorted(found.source.phrase_span(i) for i in _concerned(found, kind)))
         target_spans = found.target_spans()
         return Difference(
@@ -139,6 +143,7 @@ class LexicalDiffer:
             _text(target, target_spans),
             spans,
             tuple(found.new_words()),
+            tuple((Kind(role.value), tuple(found.new_words(role))) for role in kinds),
         )
 
     def _reading(self, text: str) -> Reading:
@@ -147,18 +152,18 @@ class LexicalDiffer:
         terms = tuple(t._replace(key=known[t.key]) if t.key in known else t for t in reading.terms)
         return Reading(text, reading.spans, reading.words, phrases, terms)
 
-    def _kind(self, found: Alignment) -> Kind | None:
-        """None where nothing differs."""
+    def _kinds(self, found: Alignment) -> list[Role] | None:
+        """What the difference consists of, nothing if that can't be told apart; None where nothing differs."""
         roles = found.roles()
-        if found.reordered or len(roles) > 1:
-            return Kind.several
+        if found.reordered:
+            return []
         if not roles:
             return None
         differing = len(found.only_source) + len(found.only_target)
         terms = len(found.source.terms) + len(found.target.terms)
         if differing >= self._settings.few and differing > self._settings.most * terms:
-            return Kind.several
-        return Kind(roles.pop().value)
+            return []
+        return sorted(roles)
 
 
 def _concerned(found: Alignment, kind: Kind) -> set[int]:

@@ -10,8 +10,8 @@ from enum import StrEnum
 import torch
 
 from .config import GenerationSettings
-from .differ import Differ, Difference, token_indices
-from .gains import Gains
+from .differ import Differ, Difference, Spans, token_indices
+from .gains import NO_GAINS, Gains
 from .regions import NoRegion, Regions, RegionSettings, build
 from .request import Reuse
 from .schedule import noise_levels
@@ -87,11 +87,13 @@ class ReusePolicy:
         m, entry = candidate.similarity, candidate.entry_id
         if self.policy is Policy.none:
             return Decision(None)
-        if self.policy is Policy.nirvana:
-            k1, _ = self.boundaries.at(m, settings.steps, levels)
-            return Decision(Reuse(entry, domain_key, m, k1, k1, candidate.latents) if k1 else None)
         difference = self.differ.compare(candidate.source.prompt, prompt)
-        k1, k2 = self.boundaries.at(m, settings.steps, levels, difference.kind.value)
+        if self.policy is Policy.nirvana:
+            # What differs is for the record alone.
+            k1, _ = self.boundaries.at(m, settings.steps, levels)
+            reuse = Reuse(entry, domain_key, m, k1, k1, candidate.latents, difference=difference)
+            return Decision(reuse if k1 else None)
+        k1, k2 = self._boundaries(m, settings.steps, levels, difference)
         if k1 == 0:
             return Decision(None, (f"a difference of kind {difference.kind} isn't reused at m = {m:.3f}",))
         notes: list[str] = []
@@ -108,6 +110,21 @@ class ReusePolicy:
         tokens = token_indices(difference.target_spans, offsets) if difference.target_spans else ()
         reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tuple(tokens), self.gains, difference)
         return Decision(reuse, tuple(notes))
+
+    def _boundaries(self, m: float, steps: int, levels: Sequence[float], difference: Difference) -> tuple[int, int]:
+        """F of the kind; where several kinds differ, what all of them bear."""
+        kinds = [kind for kind, _ in difference.parts] or [difference.kind]
+        found = [self.boundaries.at(m, steps, levels, kind.value) for kind in kinds]
+        return min(k1 for k1, _ in found), min(k2 for _, k2 in found)
+
+    def _amplified(self, difference: Difference) -> tuple[Spans, Gains]:
+        """The words to amplify, and how: of the kinds that differ those with a gain; the mildest if there are more."""
+        parts = [(spans, self.kind_gains.get(kind.value, self.gains)) for kind, spans in difference.parts]
+        strong = [(spans, gains) for spans, gains in parts if spans and gains.key * gains.output > 1]
+        if not strong:
+            return difference.target_spans, NO_GAINS if parts else self.gains
+        words = tuple(sorted(span for spans, _ in strong for span in spans))
+        return words, min((gains for _, gains in strong), key=lambda gains: gains.key * gains.output)
 
     def _regions(self, candidate: Candidate, difference: Difference) -> Regions | NoRegion | None:
         """The regions of an entry's words, remembered: followers of one source often differ in the same words."""

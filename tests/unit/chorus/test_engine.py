@@ -1,5 +1,6 @@
 """Laws 4, 7 and 8 for stage 1 on the built-in model; determinism; every refusal."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -392,7 +393,7 @@ def test_evidence_finds_the_object(engine: Engine) -> None:
     source = engine.generate(request, evidence=True)
     assert source.evidence is not None
     assert [request.prompt[a:b] for a, b in source.evidence.spans] == [
-        "red", "circle", "stays", "still", "black", "background",
+        "red", "circle", "stays", "black", "background",
     ]  # fmt: skip
     difference = LexicalDiffer().compare(request.prompt, "a blue circle stays still over a black background")
     base = EvidenceSegmenter().region(Source(request.prompt, source.evidence), difference)
@@ -435,7 +436,11 @@ def test_a_policy_decides_as_its_tables_say(engine: Engine) -> None:
     assert hit.trace.tokens_computed < 2 * 10 * 192
     nirvana = decide(Policy.nirvana, blue).reuse
     assert (nirvana.k1, nirvana.k2, nirvana.tokens, nirvana.regions) == (6, 6, (), None)
+    assert nirvana.difference.kind == "attribute"  # for the record alone
     assert decide(Policy.none, blue).reuse is None
+    both = decide(Policy.chorus, "a blue square stays still over a black background").reuse
+    # Of attribute and object, what both bear: the latter has the general table.
+    assert (both.difference.kind, both.k1, both.k2) == ("several", 6, 6)
     moving = decide(Policy.chorus, "a red circle moves left over a black background")
     assert moving.reuse is None
     assert "motion" in moving.notes[0]
@@ -447,6 +452,31 @@ def test_a_policy_decides_as_its_tables_say(engine: Engine) -> None:
     assert (decide(Policy.chorus, blue, blind).reuse.k2, decide(Policy.chorus, blue, blind).notes) == (
         10, ("no stage 2: no region",),
     )  # fmt: skip
+
+
+def test_of_several_kinds_the_amplified_ones_have_their_words_amplified() -> None:
+    boundaries = Boundaries.parse({20: [[0.7, 6, 6]]}, 3.0, {"object": {20: [[0.8, 12, 12]]}, "motion": {20: []}})
+    off, strong = (Gains(key=key, output=1.0, until=1.0, tau=0.7) for key in (1.0, 2.0))
+    policy = ReusePolicy(
+        Policy.chorus, boundaries, off, RegionSettings(), LexicalDiffer(), EvidenceSegmenter(), {"object": strong}
+    )
+    source = Candidate(7, 0.9, Source("a red circle stays still over a black background", None), {})
+
+    def decide(prompt: str) -> Reuse | None:
+        words = [(m.start(), m.end()) for m in re.finditer(r"\w+", prompt)]  # a token for each word
+        return policy.decide(prompt, words, GenerationSettings(64, 64, 9, 8, 20, 2.5, 3.0), "domain", source).reuse
+
+    both = decide("a blue square stays still over a black background")
+    assert both is not None
+    assert (both.k1, both.tokens, both.gains) == (6, (2,), strong)
+    shape = decide("a red square stays still over a black background")
+    assert shape is not None
+    assert (shape.k1, shape.tokens, shape.gains) == (12, (2,), strong)
+    colour = decide("a blue circle stays still over a black background")
+    assert colour is not None
+    assert (colour.k1, colour.tokens) == (6, (1,))
+    assert colour.gains.at(6, k1=6, steps=20, m=0.8) == (1.0, 1.0)
+    assert decide("a blue circle grows over a black background") is None  # motion bears nothing here
 
 
 def test_a_lineage_is_enough_to_run_it_again(engine: Engine, plain: Result, request_of: Make) -> None:
