@@ -107,8 +107,9 @@ class ReusePolicy:
                 why = f"region {found.reason} ({found.share:.2f})" if isinstance(found, NoRegion) else "no region"
                 notes.append(f"no stage 2: entry {entry} lacks steps {missing}" if missing else f"no stage 2: {why}")
                 k2 = k1
-        tokens = token_indices(difference.target_spans, offsets) if difference.target_spans else ()
-        reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tuple(tokens), self.gains, difference)
+        spans, gains = self._amplified(difference)
+        tokens = token_indices(spans, offsets) if spans else ()
+        reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tokens, gains, difference)
         return Decision(reuse, tuple(notes))
 
     def _boundaries(self, m: float, steps: int, levels: Sequence[float], difference: Difference) -> tuple[int, int]:

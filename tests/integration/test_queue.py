@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from chorus_batch.jobs import control, leases, queue, statistics
 from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ClaimLost, Conflict
 from chorus_batch.jobs.models import CacheResult
+from chorus_batch.jobs.simulation import PlannedJob, simulate
 from chorus_batch.jobs.storage import StoredObject
 
 from .conftest import Part, Writer, left, made
@@ -51,17 +53,28 @@ def test_followers_wait_and_are_freed_by_their_source(writer: Writer, database: 
     assert writer.state(other) == "ready"
 
 
-def test_a_held_source_wins_within_a_priority_and_only_there(writer: Writer, database: Engine) -> None:
-    source, early, follower, urgent = writer.batch([Part(), Part(), Part(source=0), Part(priority=1)])
+def test_a_held_source_wins_over_another_within_a_priority_and_only_there(writer: Writer, database: Engine) -> None:
+    parts = [Part(priority=1), Part(priority=1), Part(source=1), Part(source=0), Part(), Part(source=0, priority=1)]
+    source, other, early, follower, single, urgent = writer.batch(parts)
     worker = writer.worker("w")
-    first = claim(database, worker)
-    assert first is not None and first.job_id == urgent
+    for expected in (source, other):
+        taken = claim(database, worker)
+        assert taken is not None and taken.job_id == expected
+        finish(database, taken)
+    # First by priority; then the held source's follower, though `early` stands before it; `single` stands behind both.
+    order = [taken.job_id for held in ((other,), (source,), (), ()) if (taken := claim(database, worker, held=held))]
+    assert order == [urgent, follower, early, single]
+
+
+def test_what_waits_for_nobody_keeps_its_place_before_what_is_held(writer: Writer, database: Engine) -> None:
+    """The plan starts sources ahead of their turn, so that there is something to follow when the workers need it."""
+    source, ahead, follower = writer.batch([Part(), Part(), Part(source=0)])
+    worker = writer.worker("w")
     taken = claim(database, worker)
     assert taken is not None and taken.job_id == source
     finish(database, taken)
-    near = claim(database, worker, held=(source,))
-    assert near is not None and near.job_id == follower  # though `early` stands before it
-    assert writer.state(early) == "ready"
+    order = [taken.job_id for _ in range(2) if (taken := claim(database, worker, held=(source,)))]
+    assert order == [ahead, follower]
 
 
 def test_a_failed_source_frees_its_followers(writer: Writer, database: Engine) -> None:
@@ -74,6 +87,327 @@ def test_a_failed_source_frees_its_followers(writer: Writer, database: Engine) -
     assert not again
     assert writer.state(taken.job_id) == "failed"
     assert writer.state(follower) == "ready"
+
+
+# --- a source that comes to nothing
+
+
+def falls_back(database: Engine, *pairs: tuple[int, int]) -> None:
+    """Give jobs their second-best sources: (follower, fallback)."""
+    with transaction(database) as connection:
+        for follower, fallback in pairs:
+            connection.execute(
+                text("UPDATE jobs SET fallback_job_id = :fallback WHERE id = :job"),
+                {"job": follower, "fallback": fallback},
+            )
+
+
+def fails(database: Engine, taken: Claim) -> None:
+    with transaction(database) as connection:
+        queue.fail(connection, taken, "not_finite", "NaN", retry=False, max_failures=3)
+
+
+def sources_of(database: Engine) -> dict[int, int | None]:
+    """What each unfinished job waits for, or waited for last."""
+    with transaction(database) as connection:
+        return {row.job_id: row.source_job_id for row in connection.execute(text("SELECT * FROM queue"))}
+
+
+def test_followers_of_a_failed_source_wait_for_their_fallback(writer: Writer, database: Engine) -> None:
+    source, second, follower, other = writer.batch([Part(), Part(), Part(source=0), Part(source=0)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    taken, fallback = claim(database, worker), claim(database, worker)
+    assert taken is not None and fallback is not None and fallback.job_id == second
+    fails(database, taken)
+    assert (writer.state(follower), writer.state(other)) == ("waiting", "ready")
+    assert finish(database, fallback) == 1
+    # Whoever holds the fallback is preferred now, and the claim knows whom the plan named.
+    again = claim(database, worker, held=(second,))
+    assert again is not None and (again.job_id, again.role.value) == (follower, "follower")
+    assert (again.source_job_id, again.planned_job_id, again.fallback_job_id) == (second, source, second)
+
+
+def test_a_fallback_that_is_done_frees_the_followers_of_a_failed_source(writer: Writer, database: Engine) -> None:
+    source, second, follower, twin = writer.batch([Part(), Part(priority=1), Part(source=0), Part(source=0)])
+    falls_back(database, (follower, second), (twin, second))
+    worker = writer.worker("w")
+    done = claim(database, worker)
+    assert done is not None and done.job_id == second
+    finish(database, done)
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == source
+    fails(database, taken)
+    assert sources_of(database) == {follower: second, twin: second}
+    assert (writer.state(follower), writer.state(twin)) == ("ready", "ready")
+
+
+def test_one_follower_takes_the_place_of_a_source_without_fallback(writer: Writer, database: Engine) -> None:
+    """Not all of them are computed in full at once; but that is tried only once."""
+    _, *followers = writer.batch([Part(), *(Part(source=0) for _ in range(3))])
+    with transaction(database) as connection:
+        likest = "UPDATE jobs SET similarity = 0.95 WHERE id = :job"
+        connection.execute(text(likest), {"job": followers[1]})
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    fails(database, taken)
+    assert [writer.state(job) for job in followers] == ["waiting", "ready", "waiting"]
+    heir = claim(database, worker)
+    assert heir is not None and heir.job_id == followers[1]
+    fails(database, heir)
+    assert [writer.state(job) for job in followers] == ["ready", "failed", "ready"]
+
+
+def test_a_fallback_that_failed_is_none(writer: Writer, database: Engine) -> None:
+    _, second, follower = writer.batch([Part(), Part(), Part(source=0)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    first, other = claim(database, worker), claim(database, worker)
+    assert first is not None and other is not None
+    fails(database, other)
+    assert writer.state(follower) == "waiting"
+    fails(database, first)
+    assert writer.state(follower) == "ready"
+
+
+def test_a_quarantined_source_hands_its_followers_on(writer: Writer, database: Engine) -> None:
+    poison, second, follower = writer.batch([Part(priority=1), Part(), Part(source=0)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == poison
+    writer.silence(worker, 31)
+    with transaction(database) as connection:
+        assert leases.reap(connection, lease=30, max_deaths=1) == leases.Reaped(0, 1)
+    assert writer.state(follower) == "waiting"
+    assert sources_of(database) == {second: None, follower: second}
+
+
+def test_nobody_waits_for_a_paused_batchs_fallback_but_with_it(writer: Writer, database: Engine) -> None:
+    _, second, follower = writer.batch([Part(), Part(), Part(source=0)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    control.pause(database, taken.batch_id)
+    fails(database, taken)
+    assert (writer.state(second), writer.state(follower)) == ("paused", "waiting")
+    control.resume(database, taken.batch_id)
+    fallback = claim(database, worker)
+    assert fallback is not None and fallback.job_id == second
+    finish(database, fallback)
+    assert writer.state(follower) == "ready"
+
+
+@pytest.mark.parametrize("first", ["the source", "the fallback"])
+def test_a_fallback_that_ends_while_the_source_fails_frees_the_follower(
+    writer: Writer, database: Engine, first: str
+) -> None:
+    """Whichever commits first: a follower that turned to a job that is gone would wait for ever."""
+    _, second, follower = writer.batch([Part(), Part(), Part(source=0)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    source, fallback = claim(database, worker), claim(database, worker)
+    assert source is not None and fallback is not None
+
+    def end(connection: Connection, which: str) -> None:
+        if which == "the source":
+            queue.fail(connection, source, "x", "", retry=False, max_failures=1)
+        else:
+            queue.finish(connection, fallback, made(fallback), left(fallback))
+
+    begun = threading.Event()
+
+    def later() -> None:
+        with transaction(database) as connection:
+            begun.set()
+            end(connection, "the source" if first == "the fallback" else "the fallback")
+
+    thread = threading.Thread(target=later)
+    with transaction(database) as connection:
+        end(connection, first)
+        thread.start()
+        assert begun.wait(10)
+        thread.join(0.3)
+        assert thread.is_alive()  # it waits for the one that began first
+    thread.join(10)
+    assert not thread.is_alive()
+    assert (writer.state(follower), sources_of(database)) == ("ready", {follower: second})
+
+
+def test_sources_that_are_each_others_fallback_may_fail_at_once(writer: Writer, database: Engine) -> None:
+    for turn in range(5):
+        jobs = writer.batch([Part(), Part(), Part(source=0), Part(source=1)], f"batch {turn}")
+        falls_back(database, (jobs[2], jobs[1]), (jobs[3], jobs[0]))
+        workers = [writer.worker(f"w{turn}{n}") for n in range(2)]
+        taken = [claim(database, worker) for worker in workers]
+        barrier = threading.Barrier(2)
+        errors: list[BaseException] = []
+
+        def end(one: Claim | None, barrier: threading.Barrier = barrier, errors: list[BaseException] = errors) -> None:
+            assert one is not None
+            barrier.wait()
+            try:
+                fails(database, one)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=end, args=(one,)) for one in taken]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert [writer.state(job) for job in jobs] == ["failed", "failed", "ready", "ready"]
+        with transaction(database) as connection:
+            connection.execute(text("DELETE FROM queue"))
+
+
+def linked(database: Engine, taken: Claim, origin: int) -> int:
+    """Finish a claim as the same request's result from before; adds no entry."""
+    with transaction(database) as connection:
+        record = made(taken, cache_result=CacheResult.exact, origin_job_id=origin, steps_computed=0)
+        return queue.finish(connection, taken, record)
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_source_that_was_linked_serves_its_followers_only_if_its_entry_lives(
+    writer: Writer, database: Engine, evicted: bool
+) -> None:
+    (origin,) = writer.batch([Part(prompt="same")], "before")
+    worker = writer.worker("w")
+    before = claim(database, worker)
+    assert before is not None
+    finish(database, before)
+    parts = [Part(prompt="same"), Part(), Part(source=0), Part(source=0), Part(source=0, role="duplicate")]
+    source, second, follower, twin, duplicate = writer.batch(parts)
+    falls_back(database, (follower, second))
+    if evicted:
+        with transaction(database) as connection:
+            connection.execute(text("UPDATE cache_entries SET evicted_at = now(), evicted_reason = 'test'"))
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == source
+    assert linked(database, taken, origin) == (2 if evicted else 3)
+    states = [writer.state(job) for job in (follower, twin, duplicate)]
+    # Who wants the video has it; who wants latents waits for the fallback, or computes them for whoever else has none.
+    assert states == (["waiting", "ready", "ready"] if evicted else ["ready"] * 3)
+
+
+# --- a planned entry that is gone
+
+
+def test_a_follower_of_a_lost_entry_waits_for_its_fallback_and_that_only_once(writer: Writer, database: Engine) -> None:
+    second, follower = writer.batch([Part(), Part(priority=1)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None and taken.job_id == follower
+    with transaction(database) as connection:
+        assert queue.defer(connection, taken)
+        assert not queue.defer(connection, taken)  # it isn't this worker's any more
+    assert writer.state(follower) == "waiting"
+    with pytest.raises(ClaimLost):
+        finish(database, taken)
+    fallback = claim(database, worker)
+    assert fallback is not None and fallback.job_id == second
+    finish(database, fallback)
+    again = claim(database, worker)
+    assert again is not None and (again.job_id, again.attempt, again.failures) == (follower, 2, 0)
+    with transaction(database) as connection:
+        assert not queue.defer(connection, again)
+    finish(database, again)
+    assert writer.state(follower) == "done"
+
+
+def test_nobody_waits_for_a_fallback_twice(writer: Writer, database: Engine) -> None:
+    """It was retried, say: the follower that it sent on its way doesn't come back to it."""
+    second, follower = writer.batch([Part(), Part(priority=1)])
+    falls_back(database, (follower, second))
+    worker = writer.worker("w")
+    taken = claim(database, worker)
+    assert taken is not None
+    with transaction(database) as connection:
+        assert queue.defer(connection, taken)
+    fallback = claim(database, worker)
+    assert fallback is not None
+    fails(database, fallback)
+    assert control.retry(database, fallback.batch_id) == 1
+    again = claim(database, worker)
+    assert again is not None and again.job_id == follower
+    with transaction(database) as connection:
+        assert not queue.defer(connection, again)
+
+
+# --- who has waited for too long
+
+
+def ready_for(database: Engine, job: int, seconds: float) -> None:
+    with transaction(database) as connection:
+        since = "UPDATE queue SET ready_since = now() - make_interval(secs => :s) WHERE job_id = :job"
+        connection.execute(text(since), {"s": seconds, "job": job})
+
+
+def test_what_has_waited_too_long_goes_before_what_is_held(writer: Writer, database: Engine) -> None:
+    source, _, early, *followers = writer.batch([Part(), Part(), Part(source=1), Part(source=0), Part(source=0)])
+    worker = writer.worker("w")
+    for _ in range(2):
+        taken = claim(database, worker)
+        assert taken is not None
+        finish(database, taken)
+    ready_for(database, early, 61)
+    for limit, expected in ((62.0, followers[0]), (60.0, early), (60.0, followers[1])):
+        with transaction(database) as connection:
+            found = queue.claim(connection, worker, (source,), max_wait=limit)
+        assert found is not None and found.job_id == expected
+
+
+def test_a_follower_is_ready_since_its_source_is_done(writer: Writer, database: Engine) -> None:
+    _, follower = writer.batch([Part(), Part(source=0)])
+    ready_for(database, follower, 3600)
+    taken = claim(database, writer.worker("w"))
+    assert taken is not None
+    finish(database, taken)
+    with transaction(database) as connection:
+        waited = connection.execute(text("SELECT extract(epoch FROM now() - ready_since) FROM queue")).scalar_one()
+    assert waited < 600
+
+
+def test_a_low_priority_that_has_waited_too_long_gets_a_share_of_the_claims(writer: Writer, database: Engine) -> None:
+    jobs = writer.batch([Part(priority=9), Part(), Part(priority=-1), Part(priority=-1), Part(priority=9)])
+    ready_for(database, jobs[2], 61)
+    ready_for(database, jobs[3], 59)
+    worker = writer.worker("w")
+    order = []
+    # (share, expected): never; always; but not those who haven't waited for long; then as usual.
+    for share in (0.0, 1.0, 1.0, 0.0, 0.0):
+        with transaction(database) as connection:
+            found = queue.claim(connection, worker, max_wait=60, fair_share=share)
+        assert found is not None
+        order.append(found.job_id)
+    assert order == [jobs[0], jobs[2], jobs[4], jobs[1], jobs[3]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_takes_jobs_in_the_order_in_which_the_simulator_has_it(
+    seed: int, writer: Writer, database: Engine
+) -> None:
+    """The forecast of a run rests on the simulator's idea of these rules."""
+    rng = random.Random(seed)
+    parts: list[Part] = []
+    for _ in range(24):
+        sources = [n for n, part in enumerate(parts) if part.source is None]
+        follows = bool(sources) and rng.random() < 0.7
+        parts.append(Part(source=rng.choice(sources) if follows else None, priority=rng.choice((0, 0, 1))))
+    jobs = writer.batch(parts)
+    planned = [PlannedJob(1.0, row, part.source, priority=part.priority) for row, part in enumerate(parts)]
+    run = simulate(planned, 1, held=len(parts))
+    worker = writer.worker("w")
+    order: list[int] = []
+    while (taken := claim(database, worker, tuple(order))) is not None:
+        order.append(taken.job_id)
+        finish(database, taken)
+    assert order == [jobs[row] for row in sorted(range(len(parts)), key=lambda row: run.starts[row])]
 
 
 def test_a_passing_error_is_tried_again_later_and_not_for_ever(writer: Writer, database: Engine) -> None:
@@ -360,7 +694,8 @@ def test_a_claim_reads_a_few_pages_however_many_jobs_wait(writer: Writer, databa
     with database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE queue"))
         explained = connection.execute(
-            text(f"EXPLAIN {queue.CLAIM.text}"), {"worker": worker, "held": "{7,8}"}
+            text(f"EXPLAIN {queue.CLAIM.text}"),
+            {"worker": worker, "held": "{7,8}", "max_wait": 60.0, "fair": True},
         ).scalars()
         plan = "\n".join(explained)
     assert "Seq Scan on queue" not in plan

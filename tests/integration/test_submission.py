@@ -148,7 +148,7 @@ def test_the_example_is_stored_and_planned(send: Send, database: Engine) -> None
     assert forecast.hit_rate == pytest.approx((24 - forecast.sources) / 24)
     assert forecast.steps_total == 24 * 20 and 0 < forecast.steps_skipped < forecast.steps_total
     assert (done.rejected, done.errors) == (0, ())
-    assert set(done.seconds) == {"read", "embed", "plan", "store"}
+    assert set(done.seconds) == {"read", "embed", "plan", "forecast", "store"}
 
 
 def test_roles_fit_their_sources(send: Send, database: Engine) -> None:
@@ -667,3 +667,19 @@ def test_a_database_that_is_away_is_named(servers: Settings, embedder: Counting,
         submit(servers, away, [Source(tmp_path / "p.csv", "p.csv")], IngestOptions(CARD), SubmitOptions())
     away.dispose()
     assert caught.value.exit_code == 6 and "secret" not in str(caught.value) and embedder.asked == []
+
+
+def test_a_source_is_claimed_as_urgently_as_its_most_urgent_follower(send: Send, database: Engine) -> None:
+    header, *prompts = NEAR.splitlines()
+    texts = [f"{header},priority", *(f"{prompt},{n}" for n, prompt in enumerate(prompts)), "a lone tree at night,1"]
+    done = send("\n".join(texts) + "\n")
+    stored = {job["id"]: job for job in jobs(database, done)}
+    sources = {job["source_job_id"] for job in stored.values()} - {None}
+    assert len(sources) == 1
+    (source,) = sources
+    queued = {row["job_id"]: row["priority"] for row in rows(database, "SELECT job_id, priority FROM queue")}
+    assert queued[source] == max(queued.values()) == 2
+    # The file's own word stays; and nobody else is hurried.
+    assert [job["priority"] for job in stored.values()] == [0, 1, 2, 1]
+    assert all(queued[job] == stored[job]["priority"] for job in queued if job != source)
+    assert stored[source]["position"] == 0

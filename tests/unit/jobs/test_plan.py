@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError
 from chorus_batch.jobs.embed import UnusableVector
-from chorus_batch.jobs.facility import Limits
+from chorus_batch.jobs.graph import Limits
 from chorus_batch.jobs.graph import AUTO, FORCE, OFF
 from chorus_batch.jobs.plan import ROLES, Cached, Items, Plan, number, online_cost, plan, plan_cost, unshared
 
@@ -129,7 +129,9 @@ def test_sources_with_many_followers_come_first_and_inherit_urgency() -> None:
     a, b = np.eye(2, dtype=np.float32)
     items = items_of(np.stack([a, a, b, b, b]), priority=[0, 0, 0, 0, 0])
     made = plan(items, [DOMAIN])
-    assert sorted(range(5), key=lambda i: made[i].position)[:3] == [2, 3, 4]
+    order = sorted(range(5), key=lambda i: made[i].position)
+    assert [made[i].role for i in order] == ["source", "source", "follower", "follower", "follower"]
+    assert order[0] in (2, 3, 4) and set(order[2:4]) < {2, 3, 4}  # few clusters: all sources first
     urgent = plan(replace(items, priority=np.array([0, 9, 0, 0, 0])), [DOMAIN])
     source = urgent[1].source if urgent[1].source is not None else 1
     assert urgent[source].position == 0

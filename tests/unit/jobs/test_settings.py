@@ -82,6 +82,8 @@ def test_yes(tmp_path: Path, word: str) -> None:
         ({"broker_url": "localhost:6379"}, "broker_url"),
         ({"min_similarity": "1.5"}, "min_similarity"),
         ({"min_similarity": "nan"}, "min_similarity"),
+        ({"max_wait": "-1"}, "max_wait"),
+        ({"max_wait": "inf"}, "max_wait"),
     ],
 )
 def test_values_that_make_no_sense(tmp_path: Path, changes: dict[str, str], said: str) -> None:
