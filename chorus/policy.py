@@ -113,8 +113,8 @@ class ReusePolicy:
         return Decision(reuse, tuple(notes))
 
     def _boundaries(self, m: float, steps: int, levels: Sequence[float], difference: Difference) -> tuple[int, int]:
-        """F of the kind; where several kinds differ, what all of them bear."""
-        kinds = [kind for kind, _ in difference.parts] or [difference.kind]
+        """F of the kind; where several kinds differ, what all of them bear, and several together."""
+        kinds = {difference.kind, *(kind for kind, _ in difference.parts)}
         found = [self.boundaries.at(m, steps, levels, kind.value) for kind in kinds]
         return min(k1 for k1, _ in found), min(k2 for _, k2 in found)
 
