@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -36,6 +37,8 @@ class NewBatch:
     spool: Spool
     planned: Plan
     forecast: Mapping[str, Any]
+    max_seconds: float | None = None  # of workers, for all its jobs together
+    deadline: datetime | None = None
 
 
 _JOB_COLUMNS = {
@@ -83,6 +86,8 @@ def store(engine: Engine, batch: NewBatch) -> tuple[int, str]:
                     ),
                     {"batch": batch_id},
                 )
+                if len(set(batch.requested.priority)) > 1:
+                    _hurry_sources(connection, batch_id)
             return batch_id, name
         except IntegrityError as error:
             # Another submit was faster: of the same files (then this one is a conflict), or of others under the same
@@ -105,9 +110,9 @@ def _free_name(connection: Connection, batch: NewBatch) -> str:
 
 def _insert_batch(connection: Connection, batch: NewBatch, name: str) -> int:
     insert = """
-        INSERT INTO batches (name, submission_key, cache, files, labels, plan, total)
+        INSERT INTO batches (name, submission_key, cache, files, labels, plan, total, max_seconds, deadline)
         VALUES (:name, :key, CAST(:cache AS cache_mode), CAST(:files AS jsonb), CAST(:labels AS jsonb),
-            CAST(:plan AS jsonb), :total)
+            CAST(:plan AS jsonb), :total, :max_seconds, :deadline)
         RETURNING id
     """
     values = {
@@ -118,6 +123,8 @@ def _insert_batch(connection: Connection, batch: NewBatch, name: str) -> int:
         "labels": json.dumps(dict(batch.labels)),
         "plan": json.dumps(batch.forecast),
         "total": len(batch.requested),
+        "max_seconds": batch.max_seconds,
+        "deadline": batch.deadline,
     }
     return int(connection.execute(text(insert), values).scalar_one())
 
@@ -164,6 +171,21 @@ def _job_rows(batch: NewBatch, batch_id: int, ids: Sequence[int]) -> Iterator[tu
             part.similarity,
             part.position,
         )
+
+
+def _hurry_sources(connection: Connection, batch_id: int) -> None:
+    """Claims go by priority: a source that an urgent row waits for is as urgent. `jobs` keeps what the file said."""
+    update = """
+        UPDATE queue SET priority = waiting.priority
+        FROM (
+            SELECT source_job_id, max(priority) AS priority FROM queue
+            WHERE batch_id = :batch AND state = 'waiting' GROUP BY source_job_id
+        ) waiting
+        WHERE queue.job_id = waiting.source_job_id AND queue.priority < waiting.priority
+    """
+    # Again for those that wait for one that waits: a duplicate for a follower for its source.
+    while connection.execute(text(update), {"batch": batch_id}).rowcount:
+        pass
 
 
 def _own_id(row: SpooledRow, several_files: bool, given: Collection[str]) -> str:

@@ -47,7 +47,9 @@ class Claim:
     reuse: Reuse
     cache: CacheMode
     role: Role
-    source_job_id: int | None
+    source_job_id: int | None  # whom it waited for last: the planned source, or who took its place
+    planned_job_id: int | None
+    fallback_job_id: int | None
     source_entry_id: int | None
     similarity: float | None
     failures: int

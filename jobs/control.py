@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import Conflict
+from chorus_batch.jobs.limits import refuse_reached
 
 _CHUNK = 5000
 
@@ -61,9 +64,22 @@ def pause(engine: Engine, batch_id: int) -> int:
     return _move(engine, batch_id, "ready", "paused")
 
 
-def resume(engine: Engine, batch_id: int) -> int:
-    """Make a paused batch's parked jobs ready again. Returns how many."""
-    _set_state(engine, batch_id, "active")
+def resume(engine: Engine, batch_id: int, limits: Mapping[str, Any] | None = None) -> int:
+    """Make a paused batch's parked jobs ready again. Returns how many.
+
+    `limits` sets new ones: `max_seconds` (of workers, what was spent included) and `deadline`, None for none. Raises
+    LimitReached, and changes nothing, if the batch is at one of its limits.
+    """
+    update = "UPDATE batches SET {} = :value, checked_until = NULL WHERE id = :batch"
+    with transaction(engine) as connection:
+        _refuse_cancelled(connection, batch_id)
+        for name, value in (limits or {}).items():
+            if name not in ("max_seconds", "deadline"):
+                raise ValueError(f"{name} is no limit")
+            connection.execute(text(update.format(name)), {"value": value, "batch": batch_id})
+        refuse_reached(connection, batch_id)
+        activate = "UPDATE batches SET state = 'active', stopped = NULL WHERE id = :batch"
+        connection.execute(text(activate), {"batch": batch_id})
     return _move(engine, batch_id, "paused", "ready")
 
 
@@ -96,7 +112,8 @@ def retry(engine: Engine, batch_id: int, code: str | None = None) -> int:
 def _set_state(engine: Engine, batch_id: int, state: str) -> bool:
     """Say what is wanted of a batch; False if it is over and there is nothing to cancel."""
     update = """
-        UPDATE batches SET state = CAST(:state AS batch_state)
+        UPDATE batches SET state = CAST(:state AS batch_state),
+            stopped = CASE WHEN :state = 'paused' THEN stopped END
         WHERE id = :batch AND (:state <> 'cancelled' OR EXISTS (SELECT FROM queue WHERE batch_id = :batch))
     """
     with transaction(engine) as connection:
@@ -114,7 +131,8 @@ def _move(engine: Engine, batch_id: int, before: str, after: str) -> int:
     with transaction(engine) as connection:
         return connection.execute(
             text(
-                "UPDATE queue SET state = CAST(:after AS queue_state) WHERE job_id IN"
+                # Parked jobs were nobody's to claim: they begin to wait anew.
+                "UPDATE queue SET state = CAST(:after AS queue_state), ready_since = now() WHERE job_id IN"
                 " (SELECT job_id FROM queue WHERE batch_id = :batch AND state = CAST(:before AS queue_state)"
                 " ORDER BY job_id FOR UPDATE)"
             ),

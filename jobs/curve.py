@@ -65,16 +65,40 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Domain:
-    """What reuse means inside one domain: pairs of similarity >= `tau` (0..1), at cost `curve`(m).
-
-    Without `semantic` there is none: its rows are linked to equal ones and else computed.
-    """
+class Reuse:
+    """Pairs of similarity >= `tau` (0..1) at cost `curve`(m)."""
 
     tau: float
     curve: Curve
-    semantic: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.tau <= 1.0:
             raise PlanInputError(f"tau is {self.tau}; it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Domain(Reuse):
+    """What reuse means inside one domain.
+
+    Without `semantic` there is none: its rows are linked to equal ones and else computed. `kinds`: what holds instead
+    for pairs whose kind of difference is known, by the kind's code; None: such pairs aren't reused.
+    """
+
+    semantic: bool = True
+    kinds: tuple[Reuse | None, ...] = ()
+
+    @property
+    def lowest(self) -> float:
+        """The similarity below which no pair is reused, whatever its kind."""
+        return min([self.tau, *(kind.tau for kind in self.kinds if kind is not None)])
+
+    def savings(self, m: FloatArray, kind: NDArray[np.int8]) -> FloatArray:
+        """What following saves, 1 - c(m), at similarities `m` [n] and kinds (-1: unknown); 0: no reuse."""
+        found = np.where(m >= np.float32(self.tau - ROUNDING), 1.0 - self.curve(m), np.float32(0.0))
+        for code, reuse in enumerate(self.kinds):
+            of_kind = np.flatnonzero(kind == code)
+            near = m[of_kind]
+            found[of_kind] = 0.0
+            if reuse is not None:
+                found[of_kind] = np.where(near >= np.float32(reuse.tau - ROUNDING), 1.0 - reuse.curve(near), 0.0)
+        return np.asarray(found, dtype=np.float32)

@@ -15,7 +15,7 @@ from chorus_batch.jobs.errors import DependencyDown, SettingsError
 # The oldest pgvector without the index corruption of 0.8.2 and the insert errors of 0.8.3 (its change log).
 OLDEST_PGVECTOR = (0, 8, 4)
 # The newest revision in migrations/versions, by name: asking alembic takes a second at the start of every command.
-HEAD = "0004"
+HEAD = "0006"
 
 
 def driver_url(url: str) -> sqlalchemy.URL:

@@ -1,116 +1,58 @@
 """Facility location: which rows of a graph become sources, and whom they serve.
 
-Lazy add-greedy with a cap on followers, then local search; never worse than serving in arrival order would be.
+Add-greedy with a cap on followers, in rounds (see election.py); for short lists then local search from several starts,
+never worse than serving in arrival order would be.
 """
 
 from __future__ import annotations
 
-import copy
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chorus_batch.jobs.graph import NOTHING, Graph, IntArray
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much of the problem is looked at."""
-
-    followers: int = 64  # of one source: one bad source must not spoil a whole batch
-    arcs: int = 64  # nearest neighbors kept for each row
-    exact: int = 50_000  # rows of a domain up to which every pair is compared
-    block: int = 10_000  # rows of a block of a larger domain
-    search: int = 5_000  # rows of a block up to which local search is worth its time
-    passes: int = 3  # of local search
+from chorus_batch.jobs.election import elect
+from chorus_batch.jobs.graph import NOTHING, Graph, Limits
+from chorus_batch.jobs.nearest import IntArray
+from chorus_batch.jobs.serving import Serving
 
 
 def located(graph: Graph, limits: Limits) -> tuple[IntArray, IntArray]:
     """For each row the arc over which it is served (-1: a source) and the row of its fallback source (-1: none)."""
-    best = _State(graph, limits.followers)
-    best.add_greedily()
-    if graph.n <= limits.search:
-        state = copy.deepcopy(best, {id(graph): graph})
-        for _ in range(limits.passes):
-            if not state.improve():
-                break
-            state.add_greedily()
-        # Never worse than serving in arrival order (larger lists are a few percent better than that anyway).
-        online = _State(graph, limits.followers)
+    best = _Search(graph, limits.followers)
+    if graph.n > limits.search:
+        elect(best)
+    else:
+        best.add_greedily()
+        # Never worse than serving in arrival order, which is a start of its own.
+        online = _Search(graph, limits.followers)
         online.arrive()
         online.add_greedily()
-        best = max(best, state, online, key=_State.saved)
+        starts = [best, online, best.copy(), online.copy()]
+        candidates = min(limits.candidates, max(_FEW, _WEIGHED // max(1, len(graph.client))))
+        for state in starts[2:]:
+            state.search(limits.passes, candidates)
+        best = max(starts, key=_Search.saved)
+        if len(graph.client) <= _SPARSE:
+            rng = np.random.default_rng(0)
+            for _ in range(limits.kicks):
+                state = best.copy()
+                state.kick(rng)
+                state.search(limits.passes, candidates)
+                best = max(best, state, key=_Search.saved)
     best.settle()
     return best.served, best.second()
 
 
+# Where rows have very many neighbors a candidate takes long, and matters less: the next one is nearly as good.
+_FEW, _WEIGHED = 8, 3_000_000
+_SPARSE = 100_000  # arcs up to which the search is begun again from solutions that were disturbed
+_DISTURBED = 0.1  # of the sources
 _KEEP, _CLOSE = -2, -1  # what to do with a source, besides replacing it by another row
 
 
-class _State:
-    """A solution that is being improved: which facilities are open, and each client's arc.
-
-    A row that is not served is generated anyway, so it counts as open as soon as another one wants to follow it.
-    """
-
-    def __init__(self, graph: Graph, cap: int) -> None:
-        self.graph = graph
-        self.cap = cap
-        self.open = np.zeros(graph.facilities, dtype=bool)
-        self.open[graph.n :] = True
-        self.open[: graph.n] = graph.off
-        self.served = np.full(graph.n, -1, np.int64)
-        self.benefit = np.zeros(graph.n)  # what each row saves now; infinite for an open one: nobody serves it
-        self.benefit[graph.off] = np.inf
-        self.load = np.zeros(graph.facilities, np.int64)
-
-    def saved(self) -> float:
-        served = self.served[self.served >= 0]
-        return float(self.graph.saving[served].sum())
-
-    def arcs_of(self, facility: int) -> IntArray:
-        """The arcs of those that may follow `facility`."""
-        graph = self.graph
-        return graph.by_facility[graph.facility_start[facility] : graph.facility_start[facility + 1]]
-
-    def wins(self, facility: int) -> tuple[float, IntArray]:
-        """What opening (or filling up) a facility would save at once, and the arcs it would take over."""
-        graph = self.graph
-        arcs = self.arcs_of(facility)
-        more = graph.saving[arcs] - self.benefit[graph.client[arcs]]
-        better = more > NOTHING
-        arcs, more = arcs[better], more[better]
-        room = self.cap - int(self.load[facility])
-        if len(arcs) > room:
-            best = np.argsort(-more, kind="stable")[: max(room, 0)]
-            arcs, more = arcs[best], more[best]
-        lost = 0.0
-        if facility < graph.n and not self.open[facility]:
-            lost = float(self.benefit[facility])
-        return float(more.sum()) - lost, arcs
-
-    def take(self, facility: int, arcs: IntArray) -> None:
-        """Open the facility and let it serve the arcs' clients."""
-        graph = self.graph
-        if facility < graph.n and not self.open[facility]:
-            self.release(np.array([facility]))
-            self.benefit[facility] = np.inf
-        self.open[facility] = True
-        clients = graph.client[arcs]
-        self.release(clients)
-        self.served[clients] = arcs
-        self.benefit[clients] = graph.saving[arcs]
-        self.load[facility] += len(arcs)
-
-    def release(self, clients: IntArray) -> None:
-        """Clients go without a source."""
-        served = self.served[clients]
-        served = served[served >= 0]
-        np.subtract.at(self.load, self.graph.facility[served], 1)
-        self.served[clients] = -1
-        self.benefit[clients] = 0.0
+class _Search(Serving):
+    """A solution that is being improved, one facility after the other."""
 
     def add_greedily(self) -> None:
         """Open the facility that saves most, until none saves anything.
@@ -151,7 +93,27 @@ class _State:
                 self.open[row] = True
                 self.benefit[row] = np.inf
 
-    def improve(self, candidates: int = 16) -> bool:
+    def search(self, passes: int, candidates: int) -> None:
+        """Local search until nothing gets better."""
+        for _ in range(passes):
+            if not self.improve(candidates):
+                return
+            self.add_greedily()
+
+    def kick(self, rng: np.random.Generator) -> None:
+        """Close some sources, at random, and open what is best then: out of a local optimum."""
+        graph = self.graph
+        followed = np.unique(graph.facility[self.served[self.served >= 0]])
+        followed = followed[(followed < graph.n)]
+        followed = followed[~graph.off[followed]]
+        for j in followed[rng.random(len(followed)) < _DISTURBED].tolist():
+            arcs = self.arcs_of(j)
+            self.release(graph.client[arcs[self.served[graph.client[arcs]] == arcs]])
+            self.open[j] = False
+            self.benefit[j] = 0.0
+        self.add_greedily()
+
+    def improve(self, candidates: int) -> bool:
         """One pass of local search: close a source, or replace it by one of its nearest, where that saves more."""
         graph = self.graph
         changed = False
@@ -218,28 +180,3 @@ class _State:
                 arcs[place] = start + int(worth.argmax())
                 saving[place] = worth.max()
         return arcs, saving
-
-    def settle(self) -> None:
-        """Every follower moves to its nearest open facility, as far as there is room; those that save most go first."""
-        graph = self.graph
-        # An open row's benefit is infinite, so it never follows.
-        usable = self.open[graph.facility] & (graph.saving > self.benefit[graph.client] + NOTHING)
-        arcs = np.flatnonzero(usable)
-        for arc in arcs[np.argsort(-graph.saving[arcs], kind="stable")].tolist():
-            client, facility = int(graph.client[arc]), int(graph.facility[arc])
-            if self.load[facility] < self.cap and graph.saving[arc] > self.benefit[client] + NOTHING:
-                self.take(facility, np.array([arc]))
-
-    def second(self) -> IntArray:
-        """For each follower the nearest row, other than its own source, that will be generated; -1: none."""
-        graph = self.graph
-        found = np.full(graph.n, -1, np.int64)
-        arcs = np.flatnonzero(graph.facility < graph.n)
-        client, facility = graph.client[arcs], graph.facility[arcs]
-        served = self.served[client]
-        usable = (served >= 0) & (self.served[facility] < 0) & (served != arcs)
-        arcs, client = arcs[usable], client[usable]
-        order = np.lexsort((arcs, -graph.similarity[arcs], client))
-        first = np.unique(client[order], return_index=True)[1]
-        found[client[order][first]] = graph.facility[arcs[order][first]]
-        return found

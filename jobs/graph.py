@@ -1,35 +1,50 @@
-"""Who may follow whom: the pairs of a block's rows (and the cache's entries) that are similar enough."""
+"""Who may follow whom: the pairs of rows, or of rows and entries of the cache, that are similar enough."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chorus_batch.jobs.curve import ROUNDING, Domain, FloatArray
-
-IntArray: TypeAlias = NDArray[np.int64]
+from chorus_batch.jobs.nearest import Hunt, IdArray, IntArray, Nearest, Points, exact
+from chorus_batch.jobs.neighbour_tables import Effort, approximate, recall
+from chorus_batch.jobs.templates import Slots
 
 AUTO, FORCE, OFF = 0, 1, 2  # what a row allows
 
-STRIP = 16_000_000  # similarities held at once (64 MB)
 NOTHING = 1e-9  # savings up to this are rounding
-GATHERED = 8_000_000  # arcs gathered before they are cut down to the nearest of each row
+DoubleArray: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the problem is looked at."""
+
+    followers: int = 64  # of one source: one bad source must not spoil a whole batch
+    arcs: int = 64  # nearest neighbors kept for each row where every pair is compared
+    few_arcs: int = 640_000  # of a short list all are kept, up to about so many
+    entry_arcs: int = 16  # nearest entries of the cache kept for each row
+    exact: int = 50_000  # rows of a domain up to which every pair is compared
+    large_arcs: int = 32  # nearest neighbors kept for each row of a larger domain
+    effort: Effort = field(default_factory=Effort)  # for a larger domain
+    search: int = 2_500  # rows of a domain up to which local search is worth its time
+    passes: int = 20  # of local search
+    kicks: int = 12  # times that it is begun again from a disturbed solution
+    candidates: int = 48  # rows that a source may be replaced by, in local search
 
 
 @dataclass(frozen=True)
 class Members:
-    """The rows of a block, n of them, and the cache's entries beside them."""
+    """The rows of a domain, n of them, and the cache's entries beside them."""
 
-    vectors: FloatArray
-    prompt: IntArray
+    rows: Points
     reuse: IntArray
-    entry_vectors: FloatArray
-    entry_prompt: IntArray
+    entries: Points
     shared: bool
+    slots: Slots | None = None  # of the rows
 
 
 @dataclass(frozen=True)
@@ -37,133 +52,125 @@ class Graph:
     """Who may follow whom: arcs sorted by client; facilities n.. are entries of the cache.
 
     `start`: arcs of client i are start[i]:start[i + 1]. `by_facility`, `facility_start`: the arcs of a facility.
-    `saving` is 1 - c(similarity), in double so that sums don't depend on their order.
+    `saving` is 1 - c(similarity). `recall`: of the nearest neighbors, the share that was found (1: all pairs were
+    compared), None if no sampled row has one.
     """
 
     n: int
     facilities: int
     off: NDArray[np.bool_]
-    client: IntArray
-    facility: IntArray
+    client: IdArray
+    facility: IdArray
     similarity: FloatArray
-    saving: NDArray[np.float64]
+    saving: DoubleArray | FloatArray
     start: IntArray
-    by_facility: IntArray
+    by_facility: IdArray
     facility_start: IntArray
+    recall: float | None
 
     @classmethod
-    def build(cls, domain: Domain, members: Members, keep: int) -> Graph:
-        """The arcs that are legal in the domain; each row keeps its `keep` nearest."""
-        n, facilities = len(members.vectors), len(members.vectors) + len(members.entry_vectors)
-        prompts, reuse = np.concatenate([members.prompt, members.entry_prompt]), members.reuse
-        clients, others, m = _pairs(domain.tau, members, prompts, keep)
-        legal = (reuse[clients] == FORCE) | (prompts[clients] != prompts[others])
-        legal &= reuse[clients] != OFF
-        clients, others = clients[legal].astype(np.int64), others[legal].astype(np.int64)
-        m = np.clip(m[legal], np.float32(domain.tau), np.float32(1.0))
-        saving = 1.0 - domain.curve(m).astype(np.float64)
+    def build(cls, domain: Domain, members: Members, limits: Limits) -> Graph:
+        """The arcs that are legal in the domain: each row's nearest, their reversals, and hubs."""
+        n, facilities = len(members.rows), len(members.rows) + len(members.entries)
+        whole = n <= limits.exact
+        keep = max(limits.arcs, limits.few_arcs // max(1, n)) if whole else limits.large_arcs
+        forced = members.reuse == FORCE
+        parts: list[tuple[IdArray, IdArray, FloatArray]] = []
+        found: float | None = 1.0
+        if members.shared and n > 1:
+            repeated = len(np.unique(members.rows.prompt)) < n
+            hunt = Hunt(
+                members.rows, forced, members.rows, True, domain.lowest - ROUNDING, keep, limits.followers, repeated
+            )
+            nearest = exact(hunt) if whole else approximate(hunt, limits.effort)
+            found = 1.0 if whole else recall(hunt, nearest)
+            parts += _both_ways(nearest)
+            parts += nearest.hubs
+        if len(members.entries):
+            hunt = Hunt(
+                members.rows,
+                forced,
+                members.entries,
+                False,
+                domain.lowest - ROUNDING,
+                limits.entry_arcs,
+                limits.followers,
+                True,
+            )
+            few = n * len(members.entries) <= limits.exact**2
+            nearest = exact(hunt) if few else approximate(hunt, limits.effort)
+            client, point, m = _own(nearest)
+            parts.append((client, point + np.int32(n), m))
+        return cls._of(domain, members, facilities, parts, found)
+
+    @classmethod
+    def _of(
+        cls,
+        domain: Domain,
+        members: Members,
+        facilities: int,
+        parts: list[tuple[IdArray, IdArray, FloatArray]],
+        found: float | None,
+    ) -> Graph:
+        n = len(members.rows)
+        client = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, np.int32)
+        facility = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, np.int32)
+        m = np.concatenate([part[2] for part in parts]) if parts else np.zeros(0, np.float32)
+        parts.clear()
+        legal = _legal(members, client, facility)
+        client, facility, m = client[legal], facility[legal], m[legal]
+        key = client.astype(np.int64) * facilities + facility
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        order = order[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else order
+        del key
+        client, facility, m = client[order], facility[order], m[order]
+        m = np.clip(m, np.float32(domain.lowest), np.float32(1.0))
+        kind = np.full(len(m), -1, np.int8)
+        if members.slots is not None and domain.kinds:
+            rows = np.flatnonzero(facility < n)
+            kind[rows] = members.slots.kinds(client[rows], facility[rows])
+        saving = domain.savings(m, kind)
         # Among sources at the same cost (a step of the curve) the nearest is the best: it looks better.
-        saving = np.where(saving > NOTHING, saving + 1e-6 * m, 0.0)
-        by_facility = np.argsort(others * n + clients)
+        saving = np.where(saving > NOTHING, saving + np.float32(1e-6) * m, np.float32(0.0))
+        if domain.kinds:
+            worth = saving > 0.0
+            client, facility, m, saving = client[worth], facility[worth], m[worth], saving[worth]
+        by_facility = np.argsort(facility, kind="stable").astype(np.int32)
         return cls(
             n=n,
             facilities=facilities,
-            off=reuse == OFF,
-            client=clients,
-            facility=others,
+            off=members.reuse == OFF,
+            client=client,
+            facility=facility,
             similarity=m,
             saving=saving,
-            start=np.searchsorted(clients, np.arange(n + 1)),
+            start=np.searchsorted(client, np.arange(n + 1, dtype=np.int32)),
             by_facility=by_facility,
-            facility_start=np.searchsorted(others[by_facility], np.arange(facilities + 1)),
+            facility_start=np.append(0, np.cumsum(np.bincount(facility, minlength=facilities))),
+            recall=found,
         )
 
 
-Arcs: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32], FloatArray]
+def _legal(members: Members, client: IdArray, facility: IdArray) -> NDArray[np.bool_]:
+    prompts = np.concatenate([members.rows.prompt, members.entries.prompt])
+    legal = prompts[client] != prompts[facility]
+    legal |= members.reuse[client] == FORCE
+    legal &= members.reuse[client] != OFF
+    return np.asarray(legal, dtype=np.bool_)
 
 
-def _pairs(tau: float, members: Members, prompts: IntArray, keep: int) -> Arcs:
-    """Pairs (client, facility, similarity) >= tau: each client's `keep` nearest and their reversals, sorted by client.
-
-    Pairs of one prompt are left out unless one of the two may be forced, so that they don't use up the `keep`.
-    """
-    vectors = members.vectors
-    n = len(vectors)
-    everything = np.concatenate([vectors, members.entry_vectors])
-    repeated = len(np.unique(prompts)) < len(prompts)
-    force = np.zeros(len(everything), dtype=bool)
-    force[:n] = members.reuse == FORCE
-    gathered: list[Arcs] = []
-    count = 0
-    start = 0
-    while start < n:
-        # Pairs are compared once: the rows of the strip with everything that comes later.
-        first = start if members.shared else n
-        end = min(n, start + max(64, STRIP // max(1, len(everything) - first)))
-        near = vectors[start:end] @ everything[first:].T
-        if members.shared:
-            near[:, : end - start][np.tril_indices(end - start)] = -2.0
-        if repeated:
-            same = prompts[start:end, None] == prompts[None, first:]
-            if force.any():
-                same &= ~(force[start:end, None] | force[None, first:])
-            near[same] = -2.0
-        ahead, back = _strip_arcs(near, tau, n - first, keep)
-        gathered.append((ahead[0] + np.int32(start), ahead[1] + np.int32(first), ahead[2]))
-        gathered.append((back[0] + np.int32(first), back[1] + np.int32(start), back[2]))
-        count += len(ahead[2]) + len(back[2])
-        if count > GATHERED:
-            gathered = [_nearest_arcs(gathered, keep)]
-            count = len(gathered[0][2])
-        start = end
-    clients, facilities, m = _nearest_arcs(gathered, keep)
-    # A near row may have no room for this one among its own nearest; it can follow this one all the same.
-    rows = facilities < n
-    both = (
-        np.concatenate([clients, facilities[rows]]),
-        np.concatenate([facilities, clients[rows]]),
-        np.concatenate([m, m[rows]]),
-    )
-    key = both[0].astype(np.int64) * len(everything) + both[1]
-    _, chosen = np.unique(key, return_index=True)
-    return both[0][chosen], both[1][chosen], both[2][chosen]
+def _own(nearest: Nearest) -> tuple[IdArray, IdArray, FloatArray]:
+    row, rank = np.nonzero(nearest.point >= 0)
+    return row.astype(np.int32), nearest.point[row, rank], nearest.similarity[row, rank]
 
 
-def _strip_arcs(near: FloatArray, tau: float, rows: int, keep: int) -> tuple[Arcs, Arcs]:
-    """The arcs of a strip of similarities, rows as clients, then columns as clients (only the first `rows` can be)."""
-    found = near >= np.float32(tau - ROUNDING)
-    flat = np.flatnonzero(found)
-    i, j = np.divmod(flat, near.shape[1])
-    m = near.ravel()[flat]
-    return (
-        _thinned(i, j, m, near, keep),
-        _thinned(j[j < rows], i[j < rows], m[j < rows], near.T, keep),
-    )
-
-
-def _thinned(clients: IntArray, facilities: IntArray, m: FloatArray, near: FloatArray, keep: int) -> Arcs:
-    """The arcs, those of dense clients cut down to the nearest: a giant cluster's would not fit into memory."""
-    dense = np.bincount(clients, minlength=near.shape[0]) > 4 * keep
-    if dense.any():
-        which = np.flatnonzero(dense)
-        part = np.ascontiguousarray(near[which])
-        top = np.argpartition(part, part.shape[1] - keep, axis=1)[:, part.shape[1] - keep :]
-        sparse = ~dense[clients]
-        clients = np.concatenate([clients[sparse], np.repeat(which, keep)])
-        facilities = np.concatenate([facilities[sparse], top.ravel()])
-        m = np.concatenate([m[sparse], np.take_along_axis(part, top, axis=1).ravel()])
-    return clients.astype(np.int32), facilities.astype(np.int32), m
-
-
-def _nearest_arcs(gathered: Sequence[Arcs], keep: int) -> Arcs:
-    """Each client's `keep` nearest arcs (ties: lower facility), sorted by client."""
-    if not gathered:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
-    clients, facilities, m = (np.concatenate(column) for column in zip(*gathered, strict=True))
-    if not len(m) or np.bincount(clients).max() <= keep:
-        order = np.argsort(clients, kind="stable")
-    else:
-        order = np.lexsort((facilities, -m, clients))
-        rank = np.arange(len(order)) - np.searchsorted(clients[order], clients[order])
-        order = order[rank < keep]
-    return clients[order], facilities[order], m[order]
+def _both_ways(nearest: Nearest) -> list[tuple[IdArray, IdArray, FloatArray]]:
+    """A near row may have no room for this one among its own nearest; it can follow this one all the same."""
+    client, point, m = _own(nearest)
+    alone = np.ones(len(client), dtype=bool)
+    step = 1_000_000
+    for start in range(0, len(client), step):
+        part = slice(start, start + step)
+        alone[part] = (nearest.point[point[part]] != client[part][:, None]).all(axis=1)
+    return [(client, point, m), (point[alone], client[alone], m[alone])]

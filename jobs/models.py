@@ -36,10 +36,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class BatchState(enum.Enum):
-    """What a person wants of a batch. Written by the command line only; progress is counted from its jobs."""
+    """What is wanted of a batch. Written by the command line and by limits.py; progress is counted from its jobs."""
 
     active = "active"  # its jobs may be claimed
-    paused = "paused"  # its ready jobs are parked
+    paused = "paused"  # its ready jobs are parked, by a person or by one of its limits (`stopped`)
     cancelled = "cancelled"  # its unfinished jobs were given up
 
 
@@ -198,6 +198,17 @@ class Batch(Model):
     """One submit."""
 
     __tablename__ = "batches"
+    __table_args__ = (
+        CheckConstraint("max_seconds >= 0", name="budget_not_negative"),
+        CheckConstraint(
+            "stopped IS NULL OR (stopped IN ('budget', 'deadline') AND state = 'paused')", name="stopped_by_a_limit"
+        ),
+        Index(
+            "ix_batches_limited",
+            "id",
+            postgresql_where=text("state = 'active' AND (max_seconds IS NOT NULL OR deadline IS NOT NULL)"),
+        ),
+    )
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
@@ -209,6 +220,10 @@ class Batch(Model):
     labels: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     plan: Mapped[dict[str, Any]]  # what the planner expected: sources, followers, duplicates, cost
     total: Mapped[int]
+    max_seconds: Mapped[float | None]  # of workers: when its jobs have taken so many, no more are begun
+    deadline: Mapped[datetime | None]  # from then on no more are begun
+    stopped: Mapped[str | None]  # which limit paused it
+    checked_until: Mapped[datetime | None]  # its budget can't be spent before
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
@@ -297,6 +312,7 @@ class QueueItem(Model):
     failures: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # errors worth another try
     deaths: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # workers lost under it
     not_before: Mapped[datetime | None]  # back-off after an error
+    ready_since: Mapped[datetime] = mapped_column(server_default=func.now())  # could be claimed, but for that back-off
     # {"key", "size", "sha256"} of what a stopped worker had computed so far; the next claim goes on from there.
     checkpoint: Mapped[dict[str, Any] | None]
 

@@ -4,10 +4,8 @@ Everything here is a pure function of arrays. The problem is facility location: 
 source) costs 1; a row that starts from a source's latents (a follower, similarity m >= tau) costs c(m) < 1; a source
 saves nothing itself but may serve many. Entries of the cache are sources that are already paid for.
 
-This is a first version: exact duplicates are linked; in each domain the graph of pairs with similarity >= tau is
-computed exactly, each row keeping its 64 nearest; then lazy add-greedy with a cap on followers per source; up to 5,000
-rows also local search. A domain of more than 50,000 rows is cut into blocks of similar rows, each planned by itself,
-which loses the pairs that a cut separates (inverted-file tables are to take its place).
+Exact duplicates are linked; in each domain the graph of pairs with similarity >= tau is computed (graph.py), exactly up
+to 50,000 rows, nearly so above; then sources are chosen (facility.py), with a cap on followers per source.
 """
 
 from __future__ import annotations
@@ -15,20 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chorus_batch.jobs.curve import ROUNDING, Domain, FloatArray, PlanInputError
-from chorus_batch.jobs.embed import unit_rows
-from chorus_batch.jobs.facility import Limits, located
-from chorus_batch.jobs.graph import AUTO, FORCE, OFF, STRIP, Graph, IntArray, Members
+from chorus_batch.jobs.dispatch_order import positions
+from chorus_batch.jobs.embed import UnusableVector, unit_rows
+from chorus_batch.jobs.facility import located
+from chorus_batch.jobs.graph import AUTO, FORCE, OFF, Graph, Limits, Members
+from chorus_batch.jobs.nearest import STRIP, IntArray, Points
+from chorus_batch.jobs.templates import Slots
 
 Role: TypeAlias = Literal["source", "follower", "duplicate"]
 
 SOURCE, FOLLOWER, DUPLICATE = 0, 1, 2  # Plan.role
+_AT_ONCE = 50_000  # vectors checked at once
 ROLES: tuple[Role, ...] = ("source", "follower", "duplicate")
 
 
@@ -47,6 +48,7 @@ class Items:
     embeddings: FloatArray
     reuse: IntArray
     priority: IntArray
+    slots: Slots | None = None
 
     def __len__(self) -> int:
         return len(self.domain)
@@ -88,6 +90,21 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class GraphReport:
+    """On what a domain's part of the plan stands: how many pairs were weighed, and how many were overlooked.
+
+    `recall`: share of sampled rows whose nearest neighbor was found, 1 where all pairs were compared; None where no
+    sampled row has one.
+    """
+
+    domain: int
+    rows: int
+    entries: int
+    arcs: int
+    recall: float | None
+
+
+@dataclass(frozen=True)
 class Plan(Sequence[Assignment]):
     """One Assignment for each row, in the rows' order, kept as columns: -1 and NaN where an Assignment has None."""
 
@@ -97,6 +114,7 @@ class Plan(Sequence[Assignment]):
     similarity: FloatArray
     fallback: IntArray
     position: IntArray
+    graphs: tuple[GraphReport, ...] = ()  # of the domains that have one
 
     def __len__(self) -> int:
         return len(self.role)
@@ -158,45 +176,50 @@ def plan(
     """The plan of a batch. Deterministic.
 
     Without `shared` rows follow entries of the cache only, not each other. Raises UnusableVector, with the row, for a
-    zero or NaN vector, and PlanInputError for arrays that don't fit together. Time: O(n^2 d) for each domain or block;
-    memory: 64 MB of similarities at a time, and about 100 arcs a row.
+    zero or NaN vector, and PlanInputError for arrays that don't fit together. Time: O(n^2 d) for each domain up to
+    `limits.exact` rows, O(n^1.5 d) above; memory: 64 MB of similarities at a time, and about 100 arcs a row.
     """
     limits = limits or Limits()
     vectors, entries, entry_vectors = _checked(items, domains, cached)
     n = len(items)
+    graphs: list[GraphReport] = []
     role = np.zeros(n, np.int8)
     source, entry, fallback = (np.full(n, -1, np.int64) for _ in range(3))
     similarity = np.full(n, np.nan, np.float32)
+    cost = np.ones(n, np.float32)
 
     duplicate = _link_duplicates(items, entries, source, entry)
     role[duplicate] = DUPLICATE
     similarity[duplicate] = 1.0
+    cost[duplicate] = 0.0
     for code, domain in enumerate(domains):
         if not domain.semantic:
             continue
         rows = np.flatnonzero((items.domain == code) & ~duplicate)
         ids = np.flatnonzero(entries.domain == code)
-        for block, block_ids in _blocks(vectors, rows, entry_vectors, ids, limits):
-            members = Members(
-                vectors[block],
-                items.prompt[block],
-                items.reuse[block],
-                entry_vectors[block_ids],
-                entries.prompt[block_ids],
-                shared,
-            )
-            graph = Graph.build(domain, members, limits.arcs)
-            served, second = located(graph, limits)
-            follows = served >= 0
-            role[block[follows]] = FOLLOWER
-            similarity[block[follows]] = graph.similarity[served[follows]]
-            facility = graph.facility[served[follows]]
-            row_served = facility < len(block)
-            source[block[follows][row_served]] = block[facility[row_served]]
-            entry[block[follows][~row_served]] = entries.entry[block_ids[facility[~row_served] - len(block)]]
-            fallback[block[second >= 0]] = block[second[second >= 0]]
-    position = _positions(role, source, entry, items.priority)
-    return Plan(role, source, entry, similarity, fallback, position)
+        if not len(rows):
+            continue
+        members = Members(
+            Points(_part(vectors, rows), items.prompt[rows]),
+            items.reuse[rows],
+            Points(_part(entry_vectors, ids), entries.prompt[ids]),
+            shared,
+            items.slots[rows] if items.slots is not None else None,
+        )
+        graph = Graph.build(domain, members, limits)
+        served, second = located(graph, limits)
+        graphs.append(GraphReport(code, len(rows), len(ids), len(graph.client), graph.recall))
+        follows = served >= 0
+        role[rows[follows]] = FOLLOWER
+        similarity[rows[follows]] = graph.similarity[served[follows]]
+        cost[rows[follows]] = domain.curve(similarity[rows[follows]])
+        facility = graph.facility[served[follows]]
+        row_served = facility < len(rows)
+        source[rows[follows][row_served]] = rows[facility[row_served]]
+        entry[rows[follows][~row_served]] = entries.entry[ids[facility[~row_served] - len(rows)]]
+        fallback[rows[second >= 0]] = rows[second[second >= 0]]
+    position = positions(source, entry, cost, items.priority)
+    return Plan(role, source, entry, similarity, fallback, position, tuple(graphs))
 
 
 def unshared(request: IntArray, *, link: bool) -> Plan:
@@ -277,7 +300,7 @@ def _checked(items: Items, domains: Sequence[Domain], cached: Cached | None) -> 
         raise PlanInputError(f"items.domain must index into the {len(domains)} domains")
     if not np.isin(items.reuse, (AUTO, FORCE, OFF)).all():
         raise PlanInputError("items.reuse must be AUTO, FORCE or OFF")
-    vectors = unit_rows(items.embeddings)
+    vectors = _units(items.embeddings)
     if cached is None:
         empty = np.zeros(0, np.int64)
         return vectors, Cached(empty, empty, empty, vectors[:0]), vectors[:0]
@@ -286,7 +309,7 @@ def _checked(items: Items, domains: Sequence[Domain], cached: Cached | None) -> 
             raise PlanInputError(f"cached.{name} has {len(getattr(cached, name))} rows, cached.entry {len(cached)}")
     if len(cached) and cached.embeddings.shape[1:] != items.embeddings.shape[1:]:
         raise PlanInputError("cached.embeddings and items.embeddings differ in dimension: another embedding space")
-    return vectors, cached, unit_rows(cached.embeddings) if len(cached) else vectors[:0]
+    return vectors, cached, _units(cached.embeddings) if len(cached) else vectors[:0]
 
 
 def _link_duplicates(items: Items, entries: Cached, source: IntArray, entry: IntArray) -> NDArray[np.bool_]:
@@ -307,63 +330,22 @@ def _link_duplicates(items: Items, entries: Cached, source: IntArray, entry: Int
     return (source >= 0) | (entry >= 0)
 
 
-def _blocks(
-    vectors: FloatArray, rows: IntArray, entry_vectors: FloatArray, ids: IntArray, limits: Limits
-) -> Iterator[tuple[IntArray, IntArray]]:
-    """The rows and entries of one domain, whole or cut into blocks of similar ones (each entry in one block)."""
-    if not len(rows):
-        return
-    if len(rows) <= limits.exact:
-        yield rows, ids
-        return
-    rng = np.random.default_rng(len(rows))
-    centers = vectors[rng.choice(rows, size=256, replace=False)]
-    # A chain from center to nearest unvisited center, so that neighbors among the groups mostly share a block.
-    near = centers @ centers.T
-    chain = [0]
-    free = np.ones(len(centers), dtype=bool)
-    while len(chain) < len(centers):
-        free[chain[-1]] = False
-        chain.append(int(np.argmax(np.where(free, near[chain[-1]], -2.0))))
-    place = np.empty(len(centers), np.int64)
-    place[chain] = np.arange(len(centers))
-    groups = place[_nearest(vectors[rows], centers)]
-    order = np.argsort(groups, kind="stable")
-    entry_groups = place[_nearest(entry_vectors[ids], centers)]
-    cuts = np.linspace(0, len(rows), -(-len(rows) // limits.block) + 1).astype(np.int64)
-    firsts = np.searchsorted(groups[order][cuts[1:-1]], entry_groups, side="left")
-    for block, (start, end) in enumerate(pairwise(cuts)):
-        yield np.sort(rows[order[start:end]]), ids[firsts == block]
+def _units(vectors: FloatArray) -> FloatArray:
+    """The rows as unit vectors; no copy of those that are, since a million of them take 1.5 GB."""
+    units = np.asarray(vectors, dtype=np.float32)
+    for start in range(0, len(vectors), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        try:
+            block = unit_rows(vectors[part])
+        except UnusableVector as error:
+            raise UnusableVector(start + error.index, str(error).partition(": ")[2]) from error
+        if not np.allclose(block, units[part], rtol=0.0, atol=1e-6):
+            if np.shares_memory(units, vectors):
+                units = units.copy()
+            units[part] = block
+    return units
 
 
-def _nearest(vectors: FloatArray, centers: FloatArray) -> IntArray:
-    step = max(1, STRIP // len(centers))
-    parts = [(vectors[i : i + step] @ centers.T).argmax(axis=1) for i in range(0, len(vectors), step)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _positions(role: NDArray[np.int8], source: IntArray, entry: IntArray, priority: IntArray) -> IntArray:
-    """The order of dispatch: high priority first, then clusters with many followers, the source before them.
-
-    A source inherits the highest priority of those that wait for it. This is a preference only: what is ready and who
-    is free decide at run time.
-    """
-    n = len(role)
-    index = np.arange(n)
-    head = np.where(source >= 0, source, index)  # a duplicate's original may itself follow
-    head = np.where(source[head] >= 0, source[head], head)
-    urgent = priority.copy()
-    np.maximum.at(urgent, head, priority)
-    direct = source >= 0
-    np.maximum.at(urgent, source[direct], priority[direct])
-    # Followers of one entry of the cache are a cluster too.
-    at_entry = entry[head] >= 0
-    cluster = head.copy()
-    if at_entry.any():
-        _, first, inverse = np.unique(entry[head][at_entry], return_index=True, return_inverse=True)
-        cluster[at_entry] = index[at_entry][first][inverse]
-    size = np.bincount(cluster[role == FOLLOWER], minlength=n)
-    order = np.lexsort((index, role, cluster, -size[cluster], -urgent))
-    position = np.empty(n, np.int64)
-    position[order] = index
-    return position
+def _part(vectors: FloatArray, rows: IntArray) -> FloatArray:
+    """The rows' vectors; no copy if these are all of them."""
+    return vectors if len(rows) == len(vectors) else vectors[rows]

@@ -11,6 +11,7 @@ from sqlalchemy import Engine
 from chorus_batch.jobs import statistics
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ChorusBatchError, DependencyDown
+from chorus_batch.jobs.limits import enforce
 from chorus_batch.jobs.statistics import Progress
 
 INTERVAL = 0.5  # seconds between looks
@@ -44,13 +45,20 @@ def line(progress: Progress) -> str:
             parts.append(f"ETA {_clock((progress.total - progress.finished) / rate)}")
         else:
             parts.append(f"took {_clock(progress.elapsed)}")
+    if progress.max_seconds is not None:
+        so_far = (progress.seconds_compute + progress.seconds_running) / 3600
+        parts.append(f"{so_far:.3g} of {progress.max_seconds / 3600:.3g} GPU h")
+    if progress.deadline is not None and progress.finished < progress.total:
+        parts.append(f"until {progress.deadline.astimezone().isoformat(sep=' ', timespec='minutes')}")
     return " | ".join(parts)
 
 
 def exit_code(progress: Progress) -> int:
-    """0 done, 1 some jobs failed, 7 cancelled."""
+    """0 done, 1 some jobs failed, 7 cancelled or past its deadline, 8 stopped by its budget."""
     if progress.state == "cancelled":
         return 7
+    if progress.stopped is not None and progress.finished < progress.total:
+        return 8 if progress.stopped == "budget" else 7
     return 1 if progress.failed or progress.quarantined else 0
 
 
@@ -80,6 +88,7 @@ def follow(
             try:
                 look_after()
                 with transaction(engine) as connection:
+                    enforce(connection)  # no worker may be alive to do it
                     progress = statistics.progress(connection, batch_id)
                 away = None
             except DependencyDown:

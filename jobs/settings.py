@@ -52,6 +52,7 @@ class Settings:
     heartbeat_interval: float = 3.0
     lease: float = 30.0  # a worker silent for longer has lost its jobs
     poll_interval: float = 2.0  # how often an idle worker looks for work that no message announced
+    max_wait: float = 3600.0  # a job that could be run for longer goes before what its worker holds in memory
     # Failure budgets of a job.
     max_failures: int = 3  # retryable errors
     max_deaths: int = 3  # times a worker died under it, then quarantine
@@ -79,6 +80,8 @@ class Settings:
                 f"lease ({self.lease} s) is shorter than two heartbeats ({self.heartbeat_interval} s each)",
                 hint="raise CHORUS_LEASE or lower CHORUS_HEARTBEAT_INTERVAL",
             )
+        if not 0.0 <= self.max_wait <= 1e9:
+            raise SettingsError(f"max_wait is {self.max_wait}", hint="use a number of seconds from 0 to 1e9")
         if not 0.0 <= self.min_similarity <= 1.0:
             raise SettingsError(f"min_similarity is {self.min_similarity}", hint="use a cosine similarity from 0 to 1")
 

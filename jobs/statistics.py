@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -11,6 +12,7 @@ from sqlalchemy import Connection, text
 
 from chorus_batch.jobs.comparison import Batch, Made
 from chorus_batch.jobs.errors import NotFound, UsageError
+from chorus_batch.jobs.report import Fact
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Progress:
 
     batch_id: int
     name: str
-    state: str  # running, paused, cancelled or finished
+    state: str  # running, paused, cancelled, finished; "budget reached" or "past deadline": a limit stopped it
     total: int
     queued: int
     running: int
@@ -34,6 +36,10 @@ class Progress:
     seconds_compute: float  # of workers, over finished jobs
     elapsed: float  # seconds from submit to the last finish, or to now
     workers: int  # that run its jobs now
+    seconds_running: float = 0.0  # of workers, so far, over running jobs
+    max_seconds: float | None = None  # of workers: when so many are spent no more jobs are begun
+    deadline: datetime | None = None  # from then on no more jobs are begun
+    stopped: str | None = None  # budget or deadline: the limit that was reached
 
     @property
     def finished(self) -> int:
@@ -42,16 +48,18 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.finished == self.total
+        """Whether nothing is left to do, or a limit stopped it and nothing runs any more."""
+        return self.finished == self.total or (self.stopped is not None and self.running == 0)
 
 
 _PROGRESS = """
     SELECT b.id AS batch_id, b.name, b.state::text AS wanted, b.total,
         c.queued, c.running, c.done, c.failed, c.quarantined, c.cancelled,
-        g.hits, g.exact_hits, g.steps_total, g.steps_skipped, g.seconds_compute, w.workers,
-        extract(epoch FROM
-            coalesce(CASE WHEN c.queued + c.running = 0 THEN c.last END, clock_timestamp()) - b.created_at) AS elapsed
+        g.hits, g.exact_hits, g.steps_total, g.steps_skipped, g.seconds_compute, w.workers, w.seconds_running,
+        b.max_seconds, b.deadline, b.stopped,
+        extract(epoch FROM coalesce(
+            CASE WHEN c.running = 0 AND (c.queued = 0 OR b.stopped IS NOT NULL) THEN c.last END, clock_timestamp()
+        ) - b.created_at) AS elapsed
     FROM batches b
     CROSS JOIN LATERAL (
         SELECT count(*) FILTER (WHERE j.outcome IS NULL AND q.state IS DISTINCT FROM 'running') AS queued,
@@ -72,7 +80,10 @@ _PROGRESS = """
         FROM jobs j JOIN generations g ON g.job_id = j.id WHERE j.batch_id = b.id
     ) g
     CROSS JOIN LATERAL (
-        SELECT count(DISTINCT worker_id) AS workers FROM queue WHERE batch_id = b.id AND state = 'running'
+        SELECT count(DISTINCT q.worker_id) AS workers,
+            coalesce(sum(extract(epoch FROM clock_timestamp() - a.started_at)), 0)::float8 AS seconds_running
+        FROM queue q LEFT JOIN attempts a ON (a.job_id, a.attempt) = (q.job_id, q.attempt)
+        WHERE q.batch_id = b.id AND q.state = 'running'
     ) w
 """
 
@@ -89,13 +100,14 @@ def batches(connection: Connection, limit: int = 50) -> list[Progress]:
     return [_as_progress(row) for row in rows]
 
 
+_STATES = {"active": "running", "paused": "paused", "budget": "budget reached", "deadline": "past deadline"}
+
+
 def _as_progress(row: Any) -> Progress:
     values = dict(row._mapping)
     wanted = values.pop("wanted")
     over = values["queued"] + values["running"] == 0
-    values["state"] = (
-        wanted if wanted == "cancelled" else "finished" if over else "paused" if wanted == "paused" else "running"
-    )
+    values["state"] = wanted if wanted == "cancelled" else "finished" if over else _STATES[values["stopped"] or wanted]
     values["elapsed"] = float(values["elapsed"])
     for name in ("steps_total", "steps_skipped"):
         values[name] = int(values[name])
@@ -168,6 +180,33 @@ def compared(connection: Connection, batch_id: int) -> Batch:
     """
     rows = connection.execute(text(query), {"batch": batch_id})
     return Batch(batch_id, name, [Made(**{**row._mapping, "prompt_key": bytes(row.prompt_key)}) for row in rows])
+
+
+def forecast_and_fact(connection: Connection, batch_id: int) -> tuple[dict[str, Any], Fact]:
+    """What was forecast of a batch when it was submitted, as it was stored, and what became of it so far."""
+    query = """
+        SELECT b.plan, b.id AS batch_id, b.name, b.total, g.*, a.*, coalesce(e.bytes, 0)::bigint AS entry_bytes,
+            NOT EXISTS (SELECT FROM queue q WHERE q.batch_id = b.id) AS over
+        FROM batches b CROSS JOIN LATERAL (
+            SELECT count(*) AS done, count(*) FILTER (WHERE g.cache_result <> 'miss') AS hits,
+                coalesce(sum(g.steps_total - g.steps_computed), 0)::bigint AS steps_skipped,
+                coalesce(sum(g.tokens_total), 0)::bigint AS tokens_total,
+                coalesce(sum(g.tokens_computed), 0)::bigint AS tokens_computed,
+                coalesce(sum(g.seconds_total), 0) / 3600 AS gpu_hours,
+                coalesce(sum(g.video_bytes) FILTER (WHERE g.cache_result <> 'exact'), 0)::bigint AS video_bytes,
+                coalesce(sum(g.latents_bytes) FILTER (WHERE g.cache_result <> 'exact'), 0)::bigint AS latents_bytes
+            FROM jobs j JOIN generations g ON g.job_id = j.id WHERE j.batch_id = b.id
+        ) g CROSS JOIN LATERAL (
+            SELECT count(DISTINCT a.worker_id) AS workers,
+                extract(epoch FROM max(a.ended_at) - min(a.started_at))::float8 AS wall_seconds
+            FROM jobs j JOIN attempts a ON a.job_id = j.id WHERE j.batch_id = b.id
+        ) a CROSS JOIN LATERAL (
+            SELECT sum(c.size) AS bytes FROM jobs j JOIN cache_entries c ON c.job_id = j.id WHERE j.batch_id = b.id
+        ) e
+        WHERE b.id = :batch
+    """
+    values = dict(connection.execute(text(query), {"batch": batch_id}).one()._mapping)
+    return values.pop("plan"), Fact(**values)
 
 
 def job(connection: Connection, job_id: int) -> dict[str, Any]:

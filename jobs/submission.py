@@ -9,20 +9,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
 from sqlalchemy import Engine
 
-from chorus_batch.jobs import cache, plan
+from chorus_batch.jobs import cache, plan, reuse
 from chorus_batch.jobs.batch import NewBatch, refuse_known, store
-from chorus_batch.jobs.curve import Curve, Domain
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.embed import Embedder, make_embedder
+from chorus_batch.jobs.forecast import Forecast
 from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected
 from chorus_batch.jobs.ingest.rows import IngestOptions, Note, Notes, Row, RowError, Source, file_sha256, read_batch
 from chorus_batch.jobs.ingest.spool import Spool
 from chorus_batch.jobs.models import CacheMode
+from chorus_batch.jobs.outlook import Terms, of_submission
 from chorus_batch.jobs.parameters import Parameters, domain_key
 from chorus_batch.jobs.requested import Requested
 from chorus_batch.jobs.settings import Settings
@@ -39,20 +41,8 @@ class SubmitOptions:
     cache: CacheMode = CacheMode.on
     on_invalid: Literal["file", "row"] = "file"
     new: bool = False  # a second batch of files that were submitted before
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What the plan expects, counted in rows and denoising steps."""
-
-    rows: int
-    sources: int
-    followers: int
-    followers_of_cache: int  # of the followers, those that start from an entry of an earlier batch
-    duplicates: int
-    hit_rate: float
-    steps_total: int
-    steps_skipped: int
+    max_seconds: float | None = None  # of workers, for all its jobs together: then no more are begun
+    deadline: datetime | None = None  # from then on no more are begun
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Submitted:
     rejected: int  # rows left out
     errors: tuple[RowError, ...]  # the first of them
     notes: tuple[Note, ...]  # what was changed in the rows
-    seconds: Mapping[str, float]  # read, embed, plan, store
+    seconds: Mapping[str, float]  # read, embed, plan, forecast, store
 
 
 def submit(
@@ -76,11 +66,13 @@ def submit(
     options: SubmitOptions,
     *,
     dry_run: bool = False,
+    terms: Terms | None = None,
 ) -> Submitted:
     """Store the files' rows as one batch, or nothing.
 
     Raises FileRejected if a file or (unless `on_invalid` is "row") a row isn't valid, and Conflict if the same files
     were submitted before with the same options. `dry_run` stops before anything is stored, vectors of prompts excepted.
+    `terms`: for whom the forecast is.
     """
     files = [{"name": source.name, "sha256": file_sha256(source.path)} for source in sources]
     key = _submission_key(files, ingest, options)
@@ -94,8 +86,20 @@ def submit(
             space_id, vectors = _embedded(engine, embedder, columns, options.cache)
         with _timed(seconds, "plan"):
             domain_ids = _domain_ids(engine, space_id, embedder.space, columns.domains, ingest)
-            planned = _planned(settings, engine, columns, vectors, domain_ids, ingest, options.cache)
-        forecast = _forecast(columns, planned, ingest)
+            planned, found = _planned(settings, engine, columns, vectors, domain_ids, ingest, options.cache)
+            notes += found
+        with _timed(seconds, "forecast"):
+            forecast = of_submission(
+                settings,
+                engine,
+                ingest.card,
+                columns,
+                spool,
+                planned,
+                domain_ids,
+                options.cache,
+                terms or Terms(),
+            )
         name = options.name or _default_name(sources)
         batch_id = None
         if not dry_run:
@@ -111,7 +115,9 @@ def submit(
                     requested=columns,
                     spool=spool,
                     planned=planned,
-                    forecast=asdict(forecast),
+                    forecast=asdict(forecast) | {"planner": reuse.reported(planned)},
+                    max_seconds=options.max_seconds,
+                    deadline=options.deadline,
                 )
                 batch_id, name = store(engine, batch)
     return Submitted(batch_id, name, forecast, rejected, errors, notes, seconds)
@@ -209,9 +215,11 @@ def _planned(
     domain_ids: Sequence[int],
     ingest: IngestOptions,
     mode: CacheMode,
-) -> plan.Plan:
+) -> tuple[plan.Plan, tuple[Note, ...]]:
+    """The plan, and notes on what it rests on."""
     if vectors is None or mode is CacheMode.exact:
-        return plan.unshared(np.array(columns.request), link=mode is not CacheMode.off)
+        return plan.unshared(np.array(columns.request), link=mode is not CacheMode.off), ()
+    slots, notes = reuse.slots_of(ingest.card, columns.prompts, columns.domains)
     items = plan.Items(
         domain=np.array(columns.domain, np.int64),
         request=np.array(columns.request, np.int64),
@@ -219,20 +227,11 @@ def _planned(
         embeddings=vectors[np.array(columns.prompt, np.int64)],
         reuse=np.array(columns.reuse, np.int64),
         priority=np.array(columns.priority, np.int64),
+        slots=reuse.of_prompts(slots, np.array(columns.prompt, np.int64)),
     )
-    domains = []
-    for parameters in columns.domains:
-        tau, curve = _curve(ingest, parameters.steps)
-        domains.append(Domain(max(tau, settings.min_similarity), curve, _is_semantic(parameters)))
+    domains = [reuse.domain_of(ingest.card, parameters, settings.min_similarity) for parameters in columns.domains]
     cached = _cached(settings, engine, columns, domain_ids, vectors.shape[1])
-    return plan.plan(items, domains, cached, shared=mode is CacheMode.on)
-
-
-def _curve(ingest: IngestOptions, steps: int) -> tuple[float, Curve]:
-    """tau and c(m) of a domain with so many steps, from the card's table for them or, scaled, from its longest."""
-    tables = ingest.card.boundaries
-    nearest = steps if steps in tables else max(tables)
-    return tables[nearest][0][0], Curve.of_boundaries(tables[nearest], nearest)
+    return plan.plan(items, domains, cached, shared=mode is CacheMode.on), notes
 
 
 def _is_semantic(domain: Parameters) -> bool:
@@ -258,28 +257,6 @@ def _cached(
         domain=np.array(domains, np.int64),
         prompt=np.array(prompts, np.int64),
         embeddings=np.array(found, np.float32).reshape(-1, dimension),
-    )
-
-
-def _forecast(columns: Requested, planned: plan.Plan, ingest: IngestOptions) -> Forecast:
-    steps = np.array([parameters.steps for parameters in columns.domains], np.int64)[np.array(columns.domain, np.int64)]
-    followers = planned.role == plan.FOLLOWER
-    duplicates = planned.role == plan.DUPLICATE
-    skipped = np.zeros(len(planned))
-    skipped[duplicates] = steps[duplicates]
-    for code, parameters in enumerate(columns.domains):
-        rows = followers & (np.array(columns.domain) == code)
-        _, curve = _curve(ingest, parameters.steps)
-        skipped[rows] = np.rint((1.0 - curve(planned.similarity[rows])) * parameters.steps)
-    return Forecast(
-        rows=len(planned),
-        sources=int((planned.role == plan.SOURCE).sum()),
-        followers=int(followers.sum()),
-        followers_of_cache=int((followers & (planned.entry >= 0)).sum()),
-        duplicates=int(duplicates.sum()),
-        hit_rate=float((followers | duplicates).mean()),
-        steps_total=int(steps.sum()),
-        steps_skipped=int(skipped.sum()),
     )
 
 

@@ -38,6 +38,15 @@ OUT_OF_MEMORY = "out_of_memory"
 DEVICE_LOST = "device_lost"
 
 
+# Entries that a job tries before it is computed in full. Not all: if the store has lost everything, or is another one,
+# a single job shouldn't empty the cache.
+TRIES = 3
+
+
+class _Deferred(Exception):
+    """The job waits in the queue again, for a source that is still to come."""
+
+
 class Pipeline:
     """Runs claims on this process's device and hands the results to the publisher."""
 
@@ -49,7 +58,10 @@ class Pipeline:
         """The next job, or None."""
         with self._heartbeat.claiming():
             with phases.timed("claim"), statement(self._runtime.database) as connection:
-                claim = queue.claim(connection, self._runtime.worker_id, self._runtime.held.ids())
+                runtime = self._runtime
+                claim = queue.claim(
+                    connection, runtime.worker_id, runtime.held.ids(), max_wait=runtime.settings.max_wait
+                )
             if claim is not None:
                 self._heartbeat.holds(claim)
         return claim
@@ -65,6 +77,8 @@ class Pipeline:
             self._publisher.publish(self._linked(claim, phases, notes) or self._generated(claim, phases, notes))
         except Stopped as stopped:
             self._stopped(claim, stopped)
+        except _Deferred:
+            self._heartbeat.drops(claim)
         except ClaimLost as error:
             log.warning("%s", error)
             self._heartbeat.drops(claim)
@@ -189,36 +203,58 @@ class Pipeline:
         phases: Phases,
         notes: list[str],
     ) -> tuple[Reuse | None, Neighbour | None]:
-        """What the nearest entry of the domain offers; nothing for a planned source, whose followers count on it."""
+        """What the nearest entry of the domain offers; nothing for a planned source, whose followers count on it.
+
+        The plan's source is one of the entries: whatever is nearer by now is taken instead, and so is the next one if
+        the plan's is gone. Raises _Deferred if there is none, but will be.
+        """
         semantic = claim.cache in (CacheMode.on, CacheMode.readonly) and claim.reuse is not RowReuse.off
         if not semantic or claim.role is Role.source or policy.policy is Policy.none:
             return None, None
         least = max(policy.boundaries.tau_at(claim.domain.steps), self._runtime.settings.min_similarity)
-        with phases.timed("lookup"), transaction(self._runtime.database) as connection:
-            neighbour = self._runtime.search.nearest(connection, claim, least)
-        if neighbour is None:
+        evicted = False
+        for _ in range(TRIES):
+            neighbour = self._nearest(claim, least, phases)
+            if neighbour is None:
+                break
+            try:
+                held = self._held(neighbour, phases)
+                with phases.timed("decide"):
+                    source = Source(clean_prompt(neighbour.prompt), held.evidence)
+                    candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
+                    offsets = engine.model.token_offsets(request.prompt)
+                    decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
+                if decision.reuse is not None and decision.reuse.k1 not in held.latents:
+                    raise MissingStep(f"entry {neighbour.entry_id} holds no latents of step {decision.reuse.k1}")
+            except (ObjectMissing, ObjectCorrupt, CorruptLatents, MissingStep) as error:
+                log.warning("entry %s evicted: %s", neighbour.entry_id, error)
+                notes.append(f"entry {neighbour.entry_id} was evicted ({error.code})")
+                self._runtime.held.drop(neighbour.job_id)
+                with transaction(self._runtime.database) as connection:
+                    cache.evict(connection, neighbour.entry_id, error.code)
+                evicted = True
+                continue
+            notes += unplanned(claim, neighbour)
+            notes += decision.notes
+            return decision.reuse, neighbour if decision.reuse is not None else None
+        if evicted:
+            notes[-1] += ": computed in full"
+        else:
             notes.append("no entry of the domain is similar enough: computed in full")
-            return None, None
-        if claim.role is Role.follower and claim.source_job_id not in (None, neighbour.job_id):
-            notes.append(f"job {neighbour.job_id} is nearer than the planned source {claim.source_job_id}")
-        try:
-            held = self._held(neighbour, phases)
-            with phases.timed("decide"):
-                source = Source(clean_prompt(neighbour.prompt), held.evidence)
-                candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
-                offsets = engine.model.token_offsets(request.prompt)
-                decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
-            if decision.reuse is not None and decision.reuse.k1 not in held.latents:
-                raise MissingStep(f"entry {neighbour.entry_id} holds no latents of step {decision.reuse.k1}")
-        except (ObjectMissing, ObjectCorrupt, CorruptLatents, MissingStep) as error:
-            log.warning("entry %s evicted: %s", neighbour.entry_id, error)
-            notes.append(f"entry {neighbour.entry_id} was evicted ({error.code}): computed in full")
-            self._runtime.held.drop(neighbour.job_id)
+        return None, None
+
+    def _nearest(self, claim: Claim, least: float, phases: Phases) -> Neighbour | None:
+        """The entry to start from. If there is none, but the plan has a source that is still to come, wait for that."""
+        with phases.timed("lookup"):
             with transaction(self._runtime.database) as connection:
-                cache.evict(connection, neighbour.entry_id, error.code)
-            return None, None
-        notes += decision.notes
-        return decision.reuse, neighbour if decision.reuse is not None else None
+                neighbour = self._runtime.search.nearest(connection, claim, least)
+            if neighbour is not None or claim.role is not Role.follower or claim.fallback_job_id is None:
+                return neighbour
+            with transaction(self._runtime.database) as connection:
+                deferred = queue.defer(connection, claim)
+                if not deferred:  # it may have ended between the two
+                    return self._runtime.search.nearest(connection, claim, least)
+            raise _Deferred
 
     def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
         held = self._runtime.held.get(neighbour.job_id, neighbour.object.sha256)
@@ -306,6 +342,21 @@ class Pipeline:
             self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), _unpacked(entry))
         judge = partial(loaded.engine.model.judge, request.prompt, frames)
         return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)), judge)
+
+
+def unplanned(claim: Claim, neighbour: Neighbour) -> list[str]:
+    """What the trace says of a follower that starts from another entry than the plan's; nothing if it is the plan's."""
+    if claim.planned_job_id is not None:
+        planned, place = f"source, job {claim.planned_job_id}", f"job {neighbour.job_id}"
+        other = neighbour.job_id != claim.planned_job_id
+    else:
+        planned, place = f"entry {claim.source_entry_id}", f"entry {neighbour.entry_id}"
+        other = claim.source_entry_id not in (None, neighbour.entry_id)
+    if claim.role is not Role.follower or not other:
+        return []
+    # The planner and the database compute similarities in single precision, each in its own order.
+    nearer = claim.similarity is not None and neighbour.similarity > claim.similarity + 1e-5
+    return [f"{place} is nearer than the planned {planned}" if nearer else f"{place} replaces the planned {planned}"]
 
 
 def _unpacked(data: bytes) -> HeldSource:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chorus_batch.jobs import keys, queue
+from chorus_batch.jobs import keys, limits, queue
 from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown
@@ -87,7 +87,8 @@ class Publisher:
         claim, until, pause = finished.claim, time.monotonic() + PATIENCE, 0.5
         while True:
             try:
-                return self._store_and_commit(finished)
+                self._store_and_commit(finished)
+                return self._enforce_limits()
             except ClaimLost as error:
                 log.warning("%s; its result is dropped", error)
                 return self._sweep(claim)
@@ -128,6 +129,14 @@ class Publisher:
             queue.finish(connection, claim, record, entry)
         if claim.checkpoint is not None:
             self._remove([claim.checkpoint.key], claim)
+
+    def _enforce_limits(self) -> None:
+        """Stop a batch whose budget this job used up. Every worker's reconciler looks too, but more seldom."""
+        try:
+            with transaction(self._runtime.database) as connection:
+                limits.enforce(connection)
+        except DependencyDown as error:
+            log.warning("%s", error)
 
     def _mux(self, finished: Finished) -> bytes:
         assert finished.frames is not None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from celery.worker import state
 from sqlalchemy import Connection
 
-from chorus_batch.jobs import leases, queue
+from chorus_batch.jobs import leases, limits, queue
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.errors import DependencyDown
 from chorus_batch.jobs.settings import Settings
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Reconciler(threading.Thread):
-    """Every `poll_interval`: reap expired leases, and wake the own process if it is idle and work is ready."""
+    """Every `poll_interval`: reap expired leases, stop batches at their limits, wake the own process for work."""
 
     def __init__(self, settings: Settings, wake: Callable[[], object]) -> None:
         super().__init__(name="reconciler", daemon=True)
@@ -38,6 +38,7 @@ class Reconciler(threading.Thread):
             try:
                 with transaction(engine) as connection:
                     reaped = self._reap(connection)
+                    limits.enforce(connection)
                     idle = not state.active_requests and not state.reserved_requests
                     work = idle and queue.ready_exists(connection)
                 if reaped.requeued or reaped.quarantined:

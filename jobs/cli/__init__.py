@@ -19,6 +19,7 @@ from chorus_batch.jobs.errors import ChorusBatchError
 # command -> (module below this package, one line of help)
 COMMANDS = {
     "submit": ("submit", "Submit files of prompts as a batch."),
+    "estimate": ("estimate", "Tell what files or a batch will cost, before a GPU hour is spent."),
     "list": ("batches", "List batches."),
     "status": ("batches", "Show a batch's progress."),
     "wait": ("batches", "Wait for a batch to finish."),
@@ -30,6 +31,7 @@ COMMANDS = {
     "resume": ("batches", "Go on with a paused batch."),
     "results": ("results", "Download a batch's videos with a manifest."),
     "stats": ("stats", "Sums over hits, skipped steps and seconds."),
+    "report": ("report", "Show a batch's forecast against what became of it."),
     "compare": ("compare", "Show what each of several batches of the same rows cost and what came out right."),
     "sql": ("stats", "Run a query of your own, read-only."),
     "cache": ("cache", "Look at the cache."),
@@ -82,7 +84,8 @@ def cli(ctx: click.Context, data_dir: str | None, verbose: bool) -> None:
     """Batch text-to-video generation that reuses work across requests.
 
     Exit codes: 0 done, 1 finished but some jobs failed, 2 usage, 3 input rejected, 4 not found, 5 already submitted,
-    6 a server is down, 7 cancelled, 10 internal error, 124 wait timed out, 130 and 143 interrupted.
+    6 a server is down, 7 cancelled or past its deadline, 8 budget reached, 10 internal error, 124 wait timed out,
+    130 and 143 interrupted.
     """
     ctx.obj = {"data_dir": data_dir, "verbose": verbose}
 

@@ -61,7 +61,11 @@ def status(ctx: click.Context, batch: str, watch: bool, as_json: bool, quiet: bo
 @output_options
 @click.pass_context
 def wait(ctx: click.Context, batch: str, timeout: float | None, as_json: bool, quiet: bool) -> int:
-    """Wait for a batch to finish. Exit code 0 if every job is done, 1 if some failed, 7 if it was cancelled."""
+    """Wait for a batch to finish.
+
+    Exit code 0 if every job is done, 1 if some failed, 7 if it was cancelled or its deadline is past, 8 if its budget
+    is spent.
+    """
     from chorus_batch.jobs.progress import exit_code, follow, line
 
     session = Session.of(ctx)
@@ -163,14 +167,21 @@ def pause(ctx: click.Context, batch: str) -> None:
 
 @click.command()
 @click.argument("batch")
+@click.option("--max-gpu-hours", metavar="X", help="The batch's budget from now on, what is spent included; or none.")
+@click.option("--deadline", metavar="T", help="Its deadline from now on: a time, a duration, or none.")
 @click.pass_context
-def resume(ctx: click.Context, batch: str) -> None:
-    """Go on with a paused batch."""
-    from chorus_batch.jobs import control
+def resume(ctx: click.Context, batch: str, max_gpu_hours: str | None, deadline: str | None) -> None:
+    """Go on with a batch that was paused, or stopped by a limit that is raised with it."""
+    from chorus_batch.jobs import control, limits
     from chorus_batch.jobs.dispatch import nudge
 
     session = Session.of(ctx)
-    click.echo(control.resume(session.database, _batch(session, batch)))
+    changed: dict[str, Any] = {}
+    if max_gpu_hours is not None:
+        changed["max_seconds"] = limits.parse_budget(max_gpu_hours)
+    if deadline is not None:
+        changed["deadline"] = None if deadline == "none" else limits.parse_deadline(deadline)
+    click.echo(control.resume(session.database, _batch(session, batch), changed))
     nudge(session.settings)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from chorus_batch.jobs.cli.estimate import print_forecast
+from chorus_batch.jobs.cli.reading import ingest_options, reading_options
 from chorus_batch.jobs.cli.session import Session, output_options, print_json
-from chorus_batch.jobs.parameters import POLICIES
 
 if TYPE_CHECKING:
     from chorus_batch.jobs.submission import Submitted
@@ -22,21 +22,10 @@ if TYPE_CHECKING:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--name", help="The batch's name; the file's name and the date if left out.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="A label; repeatable.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A parameter for every row; repeatable.")
-@click.option("--map", "mapping", multiple=True, metavar="THEIRS=OURS", help="What a column means; repeatable.")
-@click.option("--format", "format_", default="auto", show_default=True, help="auto, csv, tsv, txt, jsonl or openai.")
-@click.option("--encoding", help="The file's encoding, if it isn't UTF-8.")
-@click.option("--seed-policy", default="row", show_default=True, help="row, hash or fixed:N.")
-@click.option("--repeat", default=1, show_default=True, help="Videos for each row that doesn't say.")
-@click.option("--dup-policy", type=click.Choice(["error", "skip", "suffix"]), default="error", show_default=True)
-@click.option("--on-invalid", type=click.Choice(["file", "row"]), default="file", show_default=True,
-              help="What an invalid row costs: the whole submit, or the row.")  # fmt: skip
-@click.option("--priority", default=0, show_default=True, help="Of rows that don't say; higher goes first.")
-@click.option("--cache", type=click.Choice(["on", "exact", "readonly", "off"]), default="on", show_default=True)
-@click.option("--policy", type=click.Choice(POLICIES),
-              help="What rows that don't say reuse of similar ones: nothing, the first steps, or all three stages;"
-              " the model's own if left out.")  # fmt: skip
+@reading_options
 @click.option("--truncate", is_flag=True, help="Accept prompts that the model doesn't read to their end.")
+@click.option("--max-gpu-hours", metavar="X", help="Begin no more jobs when they took so many hours of workers.")
+@click.option("--deadline", metavar="T", help="Begin no more jobs from this time on: 2026-04-13T06:00, 06:00 or 8h.")
 @click.option("--new", is_flag=True, help="Submit files again that were submitted before.")
 @click.option("--dry-run", is_flag=True, help="Validate and plan; store nothing.")
 @click.option("--wait", is_flag=True, help="Wait until it is over; in the local profile this runs a worker.")
@@ -46,23 +35,13 @@ if TYPE_CHECKING:
 def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int:
     """Submit files of prompts (CSV, TSV, TXT, JSONL; - is standard input) as one batch."""
     session = Session.of(ctx)
-    from chorus_batch.jobs.cards.card import load_card
-    from chorus_batch.jobs.ingest.rows import IngestOptions, open_source, parse_pairs
+    from chorus_batch.jobs.ingest.rows import open_source, parse_pairs
+    from chorus_batch.jobs.limits import parse_budget, parse_deadline
 
-    ingest = IngestOptions(
-        card=load_card(session.asked.model),
-        format=options["format_"],
-        encoding=options["encoding"],
-        mapping=parse_pairs("--map", options["mapping"]),
-        overrides=parse_pairs("--set", options["overrides"]),
-        seed_policy=options["seed_policy"],
-        repeat=options["repeat"],
-        dup_policy=options["dup_policy"],
-        truncate=options["truncate"],
-        priority=options["priority"],
-        salt=secrets.randbits(64),
-        policy=options["policy"],
-    )
+    ingest = ingest_options(session, options, truncate=options["truncate"])
+    budget, until = options["max_gpu_hours"], options["deadline"]
+    max_seconds = parse_budget(budget) if budget is not None else None
+    deadline = parse_deadline(until) if until is not None else None
     labels = parse_pairs("--label", options["labels"])
     if options["wait"] and not options["dry_run"]:
         # While rows are read and embedded, the worker starts and loads its libraries: that takes it longest.
@@ -76,6 +55,8 @@ def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int
         cache=CacheMode(options["cache"]),
         on_invalid=options["on_invalid"],
         new=options["new"],
+        max_seconds=max_seconds,
+        deadline=deadline,
     )
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(name, sys.stdin.buffer)) for name in files]
@@ -122,7 +103,7 @@ def _wait(session: Session, done: Submitted, options: dict[str, Any]) -> int:
 
 
 def _tell(done: Submitted) -> None:
-    """What happened to the rows, for a person."""
+    """What happened to the rows, and what becomes of them, for a person."""
     for note in done.notes:
         click.echo(f"note: {note}", err=True)
     for error in done.errors:
@@ -141,6 +122,7 @@ def _print(done: Submitted, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(done)
     elif done.batch_id is None:
+        print_forecast(done.forecast)
         click.echo("valid; nothing was stored (--dry-run)")
     else:
         click.echo(done.batch_id if quiet else f"batch {done.batch_id} ({done.name}): {done.forecast.rows} jobs")

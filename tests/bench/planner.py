@@ -24,6 +24,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -168,7 +169,8 @@ def chain_order(vectors: FloatArray) -> np.ndarray:
 
 
 def reordered(items: Items, order: np.ndarray) -> Items:
-    return Items(*(getattr(items, name)[order] for name in Items.__dataclass_fields__))
+    names = ("domain", "request", "prompt", "embeddings", "reuse", "priority")
+    return Items(*(getattr(items, name)[order] for name in names))
 
 
 def items_of(vectors: FloatArray, prompts: np.ndarray | None = None) -> Items:
@@ -185,30 +187,28 @@ def domain_of(setting: str) -> Domain:
     return Domain(float(tau), Curve.linear(float(tau), *CURVES[curve]))
 
 
-def lists(data: Path, subset: list[str] | None) -> list[tuple[str, Items]]:
+def lists(data: Path, subset: list[str] | None, vectors_in: Path | None) -> Iterator[tuple[str, Items]]:
     embedder = make_embedder("minilm")
-    found = []
     for path in sorted(data.glob("prompts/*.csv")):
         if subset and not any(part in path.stem for part in subset):
             continue
         with path.open(encoding="utf-8", newline="") as file:
             prompts = [row["prompt"] for row in csv.DictReader(file)]
-        cached = Path(f"/tmp/planner-bench/{path.stem}.npy")
-        if cached.exists():
-            vectors = np.load(cached)
+        kept = vectors_in / f"{path.stem}.npy" if vectors_in else None
+        if kept and kept.exists():
+            vectors = np.load(kept)
         else:
             vectors = embedder.embed(prompts)
-            cached.parent.mkdir(exist_ok=True)
-            np.save(cached, vectors)
-        found.append((path.stem, items_of(vectors, number(prompts, {}))))
+            if kept:
+                np.save(kept, vectors)
+        yield path.stem, items_of(vectors, number(prompts, {}))
     for path in sorted(data.glob("embeddings/*.npy")):
         if subset and not any(part in path.stem for part in subset):
             continue
         vectors = np.load(path).astype(np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         same = number((row.tobytes() for row in vectors), {})
-        found.append((path.stem, items_of(vectors, same)))
-    return found
+        yield path.stem, items_of(vectors, same)
 
 
 def judged(name: str, items: Items, setting: str, options: argparse.Namespace) -> dict[str, object]:
@@ -306,6 +306,7 @@ def shown(figures: dict[str, object], columns: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder that holds prompts/ and embeddings/")
+    parser.add_argument("--vectors", type=Path, help="folder that keeps the lists' embeddings from run to run")
     parser.add_argument("--subset", nargs="*", help="only lists whose names hold one of these")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="CURVE@TAU, or builtin")
     parser.add_argument("--rows", type=int, nargs="*", default=[])
@@ -320,7 +321,7 @@ def main() -> None:
                "seconds": ">7.2f"}  # fmt: skip
     if options.data and not options.rows:
         print(" ".join(format(name, form.split(".")[0]) for name, form in columns.items()))
-        for name, items in lists(options.data, options.subset):
+        for name, items in lists(options.data, options.subset, options.vectors):
             for setting in options.settings:
                 figures = judged(name, items, setting, options)
                 results.append(figures)

@@ -66,8 +66,11 @@ def test_an_estimate_plans_and_stores_nothing(program: Program, database: Engine
     assert "shipped" in found["basis"][0]
     # The same figures before a submit, and stored with it.
     planned = told(program("submit", CATALOG, "--dry-run", "--json"))["forecast"]
-    program("submit", CATALOG, "--name", "night")
+    program("submit", CATALOG, "--deadline", "yesterday", code=2)
+    program("submit", CATALOG, "--name", "night", "--max-gpu-hours", "2", "--deadline", "8h")
     with transaction(database) as connection:
+        limits = connection.execute(text("SELECT max_seconds, deadline - now() AS left FROM batches")).one()
+        assert limits.max_seconds == 7200 and 28000 < limits.left.total_seconds() < 28800
         stored = connection.execute(text("SELECT plan FROM batches")).scalar_one()
     for one in (planned, stored):
         assert {name: one[name] for name in ("sources", "steps_skipped", "basis")} == {

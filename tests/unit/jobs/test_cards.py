@@ -87,7 +87,7 @@ def test_a_card_can_be_a_file_of_ones_own(tmp_path):
 
 
 def test_a_card_without_boundaries_never_reuses():
-    assert replace(CARD, boundaries={}).tau > 1
+    assert replace(CARD, boundaries={}, kinds={}).tau > 1
 
 
 def test_a_card_without_kinds_gains_and_regions_has_none(tmp_path):

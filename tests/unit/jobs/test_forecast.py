@@ -155,16 +155,18 @@ def test_above_the_simulators_size_work_is_shared(monkeypatch: pytest.MonkeyPatc
         (0.95, "object", (12, 12, 12, 12)),
         (0.95, "camera", (0, 0, 0, 0)),
         (0.95, "several", (8, 8, 8, 10)),  # has no table of its own
+        (0.95, "several object", (8, 8, 8, 10)),  # the shallowest
+        (0.95, "several object camera", (0, 0, 0, 0)),
     ],
 )
 def test_depths_by_kind(m: float, kind: str | None, expected: tuple[int, ...]) -> None:
-    found = depths(CARD, PARAMETERS, np.array([m], np.float32), [kind])
+    found = depths(CARD, PARAMETERS, np.array([m], np.float32), [kind.split() if kind else ()])
     assert (found.low[0], found.k1[0], found.high[0], found.k2[0]) == expected
 
 
 def test_policies_limit_the_depth() -> None:
     m = np.array([0.95], np.float32)
-    first = depths(CARD, replace(PARAMETERS, policy="nirvana"), m, ["object"])
+    first = depths(CARD, replace(PARAMETERS, policy="nirvana"), m, [["object"]])
     assert (first.low[0], first.k1[0], first.high[0], first.k2[0]) == (8, 8, 8, 8)
     assert depths(CARD, replace(PARAMETERS, policy="none"), m).k1[0] == 0
 

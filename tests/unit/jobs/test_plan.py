@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError
+from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError, Reuse
 from chorus_batch.jobs.embed import UnusableVector
-from chorus_batch.jobs.graph import Limits
-from chorus_batch.jobs.graph import AUTO, FORCE, OFF
+from chorus_batch.jobs.graph import AUTO, FORCE, OFF, Limits
+from chorus_batch.jobs.neighbour_tables import Effort
 from chorus_batch.jobs.plan import ROLES, Cached, Items, Plan, number, online_cost, plan, plan_cost, unshared
+from chorus_batch.jobs.templates import Slots
 
 DOMAIN = Domain(0.65, Curve.linear(0.65))
 STEPWISE = Domain(0.75, Curve.of_boundaries([[0.75, 6, 6], [0.85, 8, 8]], 20))
@@ -59,7 +60,18 @@ def batches(draw: st.DrawFn) -> tuple[Items, list[Domain], Cached, Limits]:
         entry=1000 + np.arange(held), domain=rng.integers(2, size=held), prompt=which, embeddings=by_prompt[which]
     )
     tau = draw(st.sampled_from([0.0, 0.5, 0.65, 0.9, 1.0]))
-    limits = Limits(followers=draw(st.sampled_from([1, 3, 64])), arcs=draw(st.sampled_from([2, 64])))
+    limits = draw(
+        st.sampled_from(
+            [
+                Limits(),
+                Limits(followers=1, arcs=2, few_arcs=0),
+                Limits(followers=3, search=0),
+                Limits(search=0, passes=0),
+                Limits(exact=4, large_arcs=3, effort=Effort(tables=2, group=8)),
+                Limits(exact=0, search=0, followers=3, effort=Effort(tables=2, group=8)),
+            ]
+        )
+    )
     return items, [Domain(tau, Curve.linear(tau)), STEPWISE], cached, limits
 
 
@@ -320,30 +332,97 @@ def test_unusable_vector_names_its_row(value: float) -> None:
     assert caught.value.index == 3
 
 
-def test_large_domains_are_cut_into_blocks_of_neighbors() -> None:
-    """Small limits stand for large lists: the plan is still one plan, and little is lost."""
-    vectors = vectors_of(1500, 30, 0.15, 0)
+def test_large_domains_lose_little() -> None:
+    """Small limits stand for large lists."""
+    vectors = vectors_of(3000, 60, 0.15, 0)
     items = items_of(vectors)
     held = Cached(np.array([1, 2]), np.array([0, 0]), np.array([-1, -2]), vectors[:2])
-    blocks = plan(items, [DOMAIN], held, Limits(exact=1000, block=500))
+    tables = plan(items, [DOMAIN], held, Limits(exact=1000))
     whole = plan(items, [DOMAIN], held)
-    assert sorted(a.position for a in blocks) == list(range(1500))
-    assert all(a.source is None or blocks[a.source].role == "source" for a in blocks)
-    served = Counter(a.entry for a in blocks if a.entry is not None)
+    assert sorted(a.position for a in tables) == list(range(3000))
+    served = Counter(a.entry for a in tables if a.entry is not None)
     assert served and max(served.values()) <= 64
-    assert plan_cost(blocks, items, [DOMAIN]) <= 1.02 * plan_cost(whole, items, [DOMAIN])
+    assert plan_cost(tables, items, [DOMAIN]) <= 1.02 * plan_cost(whole, items, [DOMAIN])
+    (graph,) = tables.graphs
+    assert (graph.domain, graph.rows, graph.entries) == (0, 3000, 2) and graph.arcs > 3000
+    assert graph.recall is not None and 0.9 < graph.recall <= 1.0
+    assert [graph.recall for graph in whole.graphs] == [1.0]
+
+
+def test_an_election_is_nearly_as_good_as_one_after_the_other() -> None:
+    for seed in range(4):
+        items = items_of(vectors_of(600, 50, 0.5, seed))
+        elected = plan_cost(plan(items, [DOMAIN], limits=Limits(search=0)), items, [DOMAIN])
+        searched = plan_cost(plan(items, [DOMAIN]), items, [DOMAIN])
+        assert searched - 1e-4 <= elected <= 1.02 * searched
+
+
+def test_recall_is_none_where_there_is_nothing_to_find() -> None:
+    made = plan(items_of(np.eye(64, dtype=np.float32)), [DOMAIN], limits=Limits(exact=10))
+    assert [graph.recall for graph in made.graphs] == [None]
+    assert unshared(np.arange(3), link=True).graphs == ()
+
+
+@pytest.mark.parametrize("exact", [50_000, 100])
+def test_a_giant_cluster_is_served_by_few(exact: int) -> None:
+    """Nearest neighbors alone would split it into as many clusters as neighbors are kept."""
+    vectors = vectors_of(4000, 1, 0.02, 0)
+    made = plan(items_of(vectors), [DOMAIN], limits=Limits(exact=exact, arcs=16, few_arcs=0, large_arcs=16))
+    sources = int((made.role == ROLES.index("source")).sum())
+    assert 4000 / 65 <= sources <= 2.0 * 4000 / 65
+    assert max(Counter(made.source[made.source >= 0].tolist()).values()) <= 64
+
+
+def test_all_equal_among_many() -> None:
+    vectors = np.tile(vectors_of(1, 1, 0.1, 0), (3000, 1))
+    made = plan(items_of(vectors), [DOMAIN])
+    assert int((made.role == ROLES.index("source")).sum()) <= 1.2 * 3000 / 65
+
+
+def test_a_kind_of_difference_has_a_threshold_and_a_cost_of_its_own() -> None:
+    """Four rows, all alike: slot 0 may differ for free, slot 1 must not, both together go by similarity."""
+    vectors = np.tile(vectors_of(1, 1, 0.1, 0), (4, 1))
+    filling = np.array([[0, 0], [0, 1], [1, 0], [0, 0]], np.int32)
+    slots = Slots(np.array([0, 0, 0, -1], np.int32), filling, np.array([[0, 1]], np.int8))
+    kinds = (Reuse(0.3, Curve(((0.3, 0.1),))), None)
+    domain = Domain(0.65, Curve.linear(0.65), kinds=kinds)
+    assert domain.lowest == 0.3
+    made = plan(replace(items_of(vectors), slots=slots), [domain])
+    assert made[0].source == 2 or made[2].source == 0
+    assert (made[1].source, made[0].source) != (0, 1)
+    far = vectors.copy()
+    far[2] = unit(far[2] + 1.5 * np.roll(far[2], 3))
+    assert 0.3 < far[0] @ far[2] < 0.65
+    made = plan(replace(items_of(far), slots=slots), [domain])
+    assert made[0].source == 2 or made[2].source == 0
+    alone = plan(items_of(far), [domain])
+    assert alone[2].role == "source" and 2 not in alone.source
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    return np.asarray(vector / np.linalg.norm(vector), np.float32)
+
+
+def test_vectors_of_another_length_are_made_unit() -> None:
+    vectors = vectors_of(50, 5, 0.3, 0)
+    scaled = vectors * np.linspace(0.1, 9, 50, dtype=np.float32)[:, None]
+    before = scaled.copy()
+    made = plan(items_of(scaled), [DOMAIN])
+    np.testing.assert_array_equal(scaled, before)
+    np.testing.assert_array_equal(made.source, plan(items_of(vectors), [DOMAIN]).source)
 
 
 def test_dense_rows_are_cut_down_without_losing_the_nearest() -> None:
     vectors = vectors_of(1200, 1, 0.1, 5)
-    made = plan(items_of(vectors), [DOMAIN], limits=Limits(arcs=8))
+    made = plan(items_of(vectors), [DOMAIN], limits=Limits(arcs=8, few_arcs=0))
     near = vectors @ vectors.T
     sources = [a.index for a in made if a.role == "source"]
     followers = [a for a in made if a.role == "follower"]
     assert len(followers) > 600
     for a in followers[:50]:
         assert a.similarity == pytest.approx(float(near[a.index, a.source]), abs=1e-5)
-        assert a.similarity > np.median(near[a.index, sources])
+    nearer = [a.similarity > np.median(near[a.index, sources]) for a in followers if a.similarity is not None]
+    assert np.mean(nearer) > 0.9
 
 
 def test_plan_is_a_sequence() -> None:

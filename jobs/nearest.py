@@ -1,0 +1,210 @@
+"""Each row's nearest neighbors above a threshold: the part of a similarity matrix that a plan can use.
+
+Rows are compared a strip at a time, so that memory doesn't grow with the square of their number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from threading import Lock, Thread
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chorus_batch.jobs.blas import one_thread_each
+from chorus_batch.jobs.curve import FloatArray
+
+IntArray: TypeAlias = NDArray[np.int64]
+IdArray: TypeAlias = NDArray[np.int32]
+Links: TypeAlias = tuple[IdArray, IdArray, FloatArray]  # client, facility, similarity
+
+STRIP = 16_000_000  # similarities held at once (64 MB)
+NONE = np.float32(-2.0)  # below every cosine
+DENSE = 4  # a row with more than so many times `keep` neighbors is in a dense place, which needs hubs
+REACH = 16  # a hub reaches so many times the rows that it may serve
+
+Block = TypeVar("Block")
+
+_BLUR = np.random.default_rng(0).random(65_521, dtype=np.float32) * np.float32(2e-6)
+
+
+@dataclass(frozen=True)
+class Points:
+    """What may be followed: unit vectors [p, d] and the codes of their prompts."""
+
+    vectors: FloatArray
+    prompt: IntArray
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """What is looked for: for each client its `keep` nearest points of similarity >= `floor`, itself excepted.
+
+    Points of a client's own prompt don't count unless the client is `forced`. `own`: the points are the clients
+    themselves. `cap`: followers that one point may have, which says how many hubs a dense place needs.
+    """
+
+    clients: Points
+    forced: NDArray[np.bool_]
+    points: Points
+    own: bool
+    floor: float
+    keep: int
+    cap: int
+    repeated: bool  # some client and some other point share a prompt
+
+    def compared(self, rows: IntArray, columns: IntArray | None) -> FloatArray:
+        """Similarities of clients `rows` to points `columns` (None: all), NONE where the rules forbid the pair."""
+        points = self.points.vectors if columns is None else self.points.vectors[columns]
+        near: FloatArray = self.clients.vectors[rows] @ points.T
+        if self.repeated:
+            prompts = self.points.prompt if columns is None else self.points.prompt[columns]
+            same = self.clients.prompt[rows][:, None] == prompts[None, :]
+            same[self.forced[rows]] = False
+            near[same] = NONE
+        if self.own:
+            if columns is None:
+                near[np.arange(len(rows)), rows] = NONE
+            else:
+                near[rows[:, None] == columns[None, :]] = NONE
+        return near
+
+
+@dataclass
+class Nearest:
+    """The neighbors found so far: `point` and `similarity` [n, keep], nearest first, -1 and NONE where there are less.
+
+    `hubs`: links to points in dense places, beyond each row's nearest. A graph of nearest neighbors alone splits a
+    giant cluster into as many small ones as neighbors are kept.
+    """
+
+    point: IdArray
+    similarity: FloatArray
+    hubs: list[Links] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, rows: int, keep: int) -> Nearest:
+        """Nothing found yet."""
+        return cls(np.full((rows, keep), -1, np.int32), np.full((rows, keep), NONE, np.float32))
+
+    def merge(self, rows: IntArray, point: IdArray, similarity: FloatArray) -> None:
+        """Take over what is nearer than what these rows have. What they have may come again, but each point once."""
+        known = self.point[rows]
+        fresh = point >= 0
+        width = int(np.count_nonzero(known >= 0, axis=1).max(initial=0))
+        for place in range(width):  # most of what comes is known already: this is cheaper than sorting
+            fresh &= point != known[:, place, None]
+        some = np.flatnonzero(fresh.any(axis=1))
+        rows = rows[some]
+        added = np.where(fresh[some], similarity[some], NONE)
+        found = np.concatenate([self.similarity[rows], added], axis=1)
+        points = np.concatenate([known[some], np.where(fresh[some], point[some], -1)], axis=1)
+        best = np.argsort(-found, axis=1, kind="stable")[:, : self.point.shape[1]]
+        self.similarity[rows] = np.take_along_axis(found, best, axis=1)
+        self.point[rows] = np.take_along_axis(points, best, axis=1)
+
+    def floors(self, rows: IntArray, floor: float) -> FloatArray:
+        """The similarity from which on a point would be among the nearest of these rows."""
+        return np.asarray(np.maximum(self.similarity[rows, -1], np.float32(floor)), dtype=np.float32)
+
+
+def strongest(near: FloatArray, floors: FloatArray, keep: int) -> tuple[IdArray, FloatArray]:
+    """Of each row of `near` the up to `keep` largest values >= its floor: columns (-1: none) and values."""
+    found = near >= floors[:, None]
+    counts = np.count_nonzero(found, axis=1)
+    most = int(counts.max(initial=0))
+    column = np.full((len(near), most), -1, np.int32)
+    value = np.full((len(near), most), NONE, np.float32)
+    i, j = np.nonzero(found)
+    rank = np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
+    column[i, rank] = j
+    value[i, rank] = near[i, j]
+    if most <= keep:
+        return column, value
+    # Rows alike would all choose the same of their equal neighbors, and nobody would choose the others.
+    blurred = value.copy()
+    blurred[i, rank] += _BLUR[(i * 7919 + j) % len(_BLUR)]
+    top = np.argpartition(blurred, most - keep, axis=1)[:, most - keep :]
+    return np.take_along_axis(column, top, axis=1), np.take_along_axis(value, top, axis=1)
+
+
+def hubs(near: FloatArray, floor: float, keep: int, cap: int) -> tuple[IntArray, IntArray]:
+    """Pairs (row, column) of `near` that link the rows in its densest places to many others; none elsewhere."""
+    counts = np.count_nonzero(near >= np.float32(floor), axis=1)
+    dense = int(np.count_nonzero(counts > DENSE * keep))
+    if not dense:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    chosen = np.argsort(-counts, kind="stable")[: min(dense, 4 + 2 * dense // cap)]
+    rng = np.random.default_rng(near.shape[0])
+    rows, columns = [], []
+    for row in chosen.tolist():
+        reached = np.flatnonzero(near[row] >= np.float32(floor))
+        if len(reached) > REACH * cap:
+            reached = rng.choice(reached, REACH * cap, replace=False)
+        rows.append(np.full(len(reached), row))
+        columns.append(reached)
+    return np.concatenate(rows), np.concatenate(columns)
+
+
+def exact(hunt: Hunt) -> Nearest:
+    """Every pair compared: O(n p d) time."""
+    rows, width = len(hunt.clients), len(hunt.points)
+    nearest = Nearest.empty(rows, min(hunt.keep, width))
+    if not width:
+        return nearest
+    step = max(16, STRIP // (width * processors()))
+
+    def strip(start: int) -> None:
+        part = np.arange(start, min(rows, start + step))
+        near = hunt.compared(part, None)
+        column, value = strongest(near, np.full(len(part), hunt.floor, np.float32), nearest.point.shape[1])
+        order = np.argsort(-value, axis=1, kind="stable")
+        nearest.point[part, : order.shape[1]] = np.take_along_axis(column, order, axis=1)
+        nearest.similarity[part, : order.shape[1]] = np.take_along_axis(value, order, axis=1)
+        if hunt.own:
+            hub, client = hubs(near, hunt.floor, hunt.keep, hunt.cap)
+            if len(hub):
+                links = client.astype(np.int32), (hub + start).astype(np.int32), near[hub, client]
+                nearest.hubs.append(links)
+
+    side_by_side(strip, range(0, rows, step))
+    nearest.hubs.sort(key=lambda links: int(links[1][0]))  # strips end in any order
+    return nearest
+
+
+def processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(work: Callable[[Block], None], blocks: Iterable[Block]) -> None:
+    """Do the work for every block, on all processors: numpy lets go of the interpreter's lock."""
+    left, lock = iter(blocks), Lock()
+    errors: list[BaseException] = []
+
+    def one_after_the_other() -> None:
+        while not errors:
+            with lock:
+                block = next(left, left)
+            if block is left:
+                return
+            try:
+                work(block)  # type: ignore[arg-type]
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [Thread(target=one_after_the_other) for _ in range(processors() - 1)]
+    with one_thread_each():
+        for thread in threads:
+            thread.start()
+        one_after_the_other()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
