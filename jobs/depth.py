@@ -39,6 +39,11 @@ class Depths:
         for name in ("low", "k1", "high", "k2"):
             getattr(self, name)[rows] = getattr(part, name)
 
+    def widen(self, rows: IntArray, other: Depths) -> None:
+        """Let the range of some rows hold that of `other`, which they may start from as well."""
+        self.low[rows] = np.minimum(self.low[rows], other.low)
+        self.high[rows] = np.maximum(self.high[rows], other.high)
+
 
 def depths(
     card: ModelCard, parameters: Parameters, similarity: FloatArray, kinds: Sequence[Sequence[str]] | None = None

@@ -136,12 +136,14 @@ def _hits(work: Work, linked: Bools, hits: Bools, low: IntArray, high: IntArray)
     if fragile.any():
         why += f"; low: the cache loses the entries that {int(fragile.sum())} rows start from"
     if int((linked | (low > 0)).sum()) < most:
-        why += "; some kinds of difference aren't reused, and which kind a row's is isn't known"
+        why += "; low and high: from another source, or a difference of another kind"
     return Range(float(least), float(hits.sum()), float(most), why)
 
 
 def _steps_why(low: IntArray, high: IntArray) -> str:
-    return "the plan, followed" + ("" if np.array_equal(low, high) else "; how deep depends on the kind of difference")
+    return "the plan, followed" + (
+        "" if np.array_equal(low, high) else "; low and high: from another source, or a difference of another kind"
+    )
 
 
 def _why(costs: Sequence[Costs]) -> str:

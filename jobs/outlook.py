@@ -180,14 +180,22 @@ def _forecast(settings: Settings, engine: Engine, cards: Sequence[ModelCard], ro
 
 
 def _depths(settings: Settings, cards: Sequence[ModelCard], rows: Planned) -> Depths:
-    """Of each follower; the kinds of difference are asked for where the depth depends on them."""
+    """Of each follower; the kinds of difference are asked for where the depth depends on them.
+
+    The range holds the depth that the fallback would give: a worker that finds it nearer starts from there.
+    """
     found = Depths.none(len(rows.domain))
     for code, (card, parameters) in enumerate(zip(cards, rows.domains, strict=True)):
         follows = np.flatnonzero((rows.plan.role == plan.FOLLOWER) & (rows.domain == code) & ~rows.made_before)
-        asked = None
+        second = follows[rows.plan.fallback[follows] >= 0]
+        asked = other = None
         if card.kinds and parameters.policy == "chorus" and settings.differ == "lexical":
-            asked = parts([(rows.origin(row), rows.target(row)) for row in follows.tolist()])
+            pairs = [(rows.origin(row), rows.target(row)) for row in follows.tolist()]
+            pairs += [(rows.target(int(rows.plan.fallback[row])), rows.target(row)) for row in second.tolist()]
+            told = parts(pairs)
+            asked, other = told[: len(follows)], told[len(follows) :]
         found.put(follows, depths(card, parameters, rows.plan.similarity[follows], asked))
+        found.widen(second, depths(card, parameters, rows.plan.similarity[second], other))
     return found
 
 

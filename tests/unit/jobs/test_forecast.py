@@ -171,6 +171,12 @@ def test_policies_limit_the_depth() -> None:
     assert depths(CARD, replace(PARAMETERS, policy="none"), m).k1[0] == 0
 
 
+def test_another_source_widens_the_range() -> None:
+    found = depths(CARD, PARAMETERS, np.array([0.95, 0.95], np.float32), [["several"], ["several"]])
+    found.widen(ints(1), depths(CARD, PARAMETERS, np.array([0.95], np.float32), [["object"]]))
+    assert (found.low.tolist(), found.k1.tolist(), found.high.tolist()) == ([8, 8], [8, 8], [8, 12])
+
+
 def test_kept_latents() -> None:
     assert kept_steps(CARD, PARAMETERS) == len({6, 8, 9, 10, 12})
     assert kept_steps(CARD, replace(PARAMETERS, policy="nirvana")) == len({6, 8})
