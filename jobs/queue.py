@@ -78,8 +78,9 @@ CLAIM = text(
 _DOCUMENTS = ("seconds", "backend", "notes", "details", "scores")  # of a generation: its JSON columns
 
 
-# Of the claims: how many look for what has waited too long below the highest priority, as long as there is any.
-FAIR_SHARE = 1 / 8
+# Of the claims: how many look for what has waited too long below the highest priority, as long as there is any. Few, for
+# such a claim takes twice as long.
+FAIR_SHARE = 1 / 128
 
 
 def claim(
