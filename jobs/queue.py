@@ -78,8 +78,8 @@ CLAIM = text(
 _DOCUMENTS = ("seconds", "backend", "notes", "details", "scores")  # of a generation: its JSON columns
 
 
-# Of the claims: how many look for what has waited too long below the highest priority, as long as there is any. Few, for
-# such a claim takes twice as long.
+# Of the claims: how many look for what has waited too long below the highest priority, as long as there is any.
+# Few, for such a claim takes longer.
 FAIR_SHARE = 1 / 128
 
 
