@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from .errors import CorruptLatents
+from .latents import digest, read_header
 
 FORMAT = "chorus-checkpoint/1"
 # What diffusers' schedulers change while they step, beside their place in the schedule. A list may hold None.
@@ -64,17 +64,16 @@ def pack(checkpoint: Checkpoint) -> bytes:
         "step_seconds": list(checkpoint.step_seconds),
     }
     text = json.dumps(header, sort_keys=True)
-    return save(tensors, {"chorus": json.dumps([text, _digest(text, tensors)])})
+    return save(tensors, {"chorus": json.dumps([text, digest(text, tensors)])})
 
 
 def unpack(data: bytes) -> Checkpoint:
     """What `pack` was given. Raises CorruptLatents for anything else."""
     try:
         tensors = load(data)
-        size = int.from_bytes(data[:8], "little")
-        text, digest = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["chorus"])
+        text, written = read_header(data)
         header = json.loads(text)
-        if _digest(text, tensors) != digest or header["format"] != FORMAT:
+        if digest(text, tensors) != written or header["format"] != FORMAT:
             raise ValueError("it isn't what was written")
         return Checkpoint(
             identity=header["identity"],
@@ -116,11 +115,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_moved(each, device) for each in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _digest(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(header.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -65,16 +65,7 @@ class Recorder:
         self._words = [word for word in words if word.tokens]
         self._layers = layers
         self._steps = steps
-        self._sum: torch.Tensor | None = None
-
-    @property
-    def sum(self) -> torch.Tensor | None:
-        """What a checkpoint has to keep: the maps so far, [words, N] float32."""
-        return self._sum
-
-    @sum.setter
-    def sum(self, value: torch.Tensor | None) -> None:
-        self._sum = value
+        self.sum: torch.Tensor | None = None  # the maps so far, [words, N] float32: what a checkpoint has to keep
 
     def at(self, step: int) -> Watch | None:
         """What watches the conditional pass of a step; None where nothing is to be recorded."""
@@ -82,10 +73,10 @@ class Recorder:
 
     def evidence(self, grid: tuple[int, int, int]) -> Evidence | None:
         """What was recorded, on the token grid; None if nothing was."""
-        if self._sum is None:
+        if self.sum is None:
             return None
-        least, most = self._sum.amin(1, keepdim=True), self._sum.amax(1, keepdim=True)
-        scaled = (self._sum - least) / (most - least).clamp_min(torch.finfo(torch.float32).tiny)
+        least, most = self.sum.amin(1, keepdim=True), self.sum.amax(1, keepdim=True)
+        scaled = (self.sum - least) / (most - least).clamp_min(torch.finfo(torch.float32).tiny)
         # Outside inference mode, or the copy couldn't be changed in place by its owner.
         with torch.inference_mode(False):
             maps = (scaled * 255).round().to("cpu", torch.uint8, copy=True).reshape(-1, *grid)
@@ -100,4 +91,4 @@ class Recorder:
             scores = query[0, :, head].float() @ key[0, :, head].float().T / query.shape[3] ** 0.5
             share += scores.softmax(1).T
         maps = torch.stack([share[list(word.tokens)].mean(0) for word in self._words])
-        self._sum = maps if self._sum is None else self._sum + maps
+        self.sum = maps if self.sum is None else self.sum + maps

@@ -54,7 +54,7 @@ def pack(
         tensors[_EVIDENCE] = evidence.maps.contiguous()
         header["words"] = [list(span) for span in evidence.spans]
     # One key: the library writes several in an order that changes from run to run.
-    header["sha256"] = _digest(tensors, header)
+    header["sha256"] = digest(json.dumps(header, sort_keys=True), tensors)
     return save(tensors, {"chorus": json.dumps(header, sort_keys=True)})
 
 
@@ -62,8 +62,10 @@ def unpack(data: bytes) -> Unpacked:
     """What `pack` was given. Raises CorruptLatents for anything else."""
     try:
         tensors = load(data)
-        header = _header(data)
-        digest = header.pop("sha256")
+        header = read_header(data)
+        if not isinstance(header, dict):
+            raise ValueError("no header")
+        written = header.pop("sha256")
         if header["format"] != FORMAT:
             raise CorruptLatents(f"latents of format {header['format']!r}, not {FORMAT!r}")
         found = tensors.pop(_EVIDENCE, None)
@@ -77,25 +79,23 @@ def unpack(data: bytes) -> Unpacked:
         raise CorruptLatents(f"the stored latents can't be read: {error}", hint="evict the entry") from error
     evidence = Evidence(words, found) if found is not None else None
     everything = tensors if found is None else {**tensors, _EVIDENCE: found}
-    if _digest(everything, header) != digest:
+    if digest(json.dumps(header, sort_keys=True), everything) != written:
         raise CorruptLatents("the stored latents are not those that were written", hint="evict the entry")
     latents = {k: tensors[name].to(torch.float32) for k, name in sorted(steps.items())}
     return Unpacked(latents, dict(header["metadata"]), evidence)
 
 
-def _header(data: bytes) -> dict[str, Any]:
+def read_header(data: bytes) -> Any:
+    """What was written beside the tensors of safetensors bytes. Raises ValueError and KeyError where nothing was."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["chorus"])
-    if not isinstance(header, dict):
-        raise ValueError("no header")
-    return header
+    return json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["chorus"])
 
 
-def _digest(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> str:
-    """sha256 over the header, and names, shapes, dtypes and bytes."""
-    digest = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
+def digest(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """sha256 (hex) over the header, and names, shapes, dtypes and bytes."""
+    found = hashlib.sha256(header.encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         # As bytes: numpy has no bfloat16.
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -21,9 +21,7 @@ class Source:
 
 
 class Segmenter(Protocol):
-    """Finds regions. `name` goes into the trace."""
-
-    name: str
+    """Finds regions."""
 
     def region(self, source: Source, difference: Difference) -> torch.Tensor | None:
         """M_base of the difference (Chorus, SRD), bool [T, h, w]; None where it can't be told.
@@ -34,8 +32,6 @@ class Segmenter(Protocol):
 
 class EvidenceSegmenter:
     """From the cross-attention of the source's own run: no other model, no extra pass."""
-
-    name = "evidence"
 
     def region(self, source: Source, difference: Difference) -> torch.Tensor | None:
         """M_base, bool [T, h, w], or None without evidence for the words."""

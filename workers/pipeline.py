@@ -291,12 +291,8 @@ class Pipeline:
 
     def _forget_checkpoint(self, claim: Claim) -> None:
         """Remove what an earlier attempt left, once nobody will go on from it."""
-        if claim.checkpoint is None:
-            return
-        try:
-            self._runtime.store.remove([claim.checkpoint.key])
-        except ChorusBatchError as error:
-            log.warning("job %s: %s", claim.job_id, error)
+        if claim.checkpoint is not None:
+            self._publisher.remove([claim.checkpoint.key], claim)
 
     def _finished(
         self,

@@ -128,7 +128,7 @@ class Publisher:
         with transaction(self._runtime.database) as connection:
             queue.finish(connection, claim, record, entry)
         if claim.checkpoint is not None:
-            self._remove([claim.checkpoint.key], claim)
+            self.remove([claim.checkpoint.key], claim)
 
     def _enforce_limits(self) -> None:
         """Stop a batch whose budget this job used up. Every worker's reconciler looks too, but more seldom."""
@@ -166,9 +166,9 @@ class Publisher:
         place = (claim.batch_id, claim.job_id, claim.attempt)
         orphans = [keys.video_key(*place), keys.latents_key(*place)]
         orphans.append(keys.entry_key(claim.domain.key, claim.job_id, claim.attempt))
-        self._remove(orphans, claim)
+        self.remove(orphans, claim)
 
-    def _remove(self, objects: Sequence[str], claim: Claim) -> None:
+    def remove(self, objects: Sequence[str], claim: Claim) -> None:
         """Objects that nobody will ask for. One that can't be removed now stays."""
         try:
             self._runtime.store.remove(objects)
