@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 
 from .config import GenerationSettings
-from .differ import Differ, Difference, Spans, token_indices
+from .differ import Differ, Difference, LexicalDiffer, Spans, token_indices
 from .gains import NO_GAINS, Gains
 from .regions import NoRegion, Regions, RegionSettings, build
 from .request import Reuse
@@ -58,6 +58,7 @@ class ReusePolicy:
     differ: Differ
     segmenter: Segmenter
     kind_gains: Mapping[str, Gains] = field(default_factory=dict)  # by kind of difference, where they're others
+    quick: Differ = field(default_factory=LexicalDiffer)  # ranks sources: `differ` may be a model
     _known: OrderedDict[tuple[int | str, tuple[tuple[int, int], ...], str], Regions | NoRegion | None] = field(
         default_factory=OrderedDict
     )
@@ -70,6 +71,20 @@ class ReusePolicy:
         if self.policy is Policy.nirvana:
             return frozenset(row.k1 for row in self.boundaries.rows(settings.steps, levels)) - {0}
         return self.boundaries.kept_steps(settings.steps, levels)
+
+    def depth(self, source: str, prompt: str, m: float, settings: GenerationSettings) -> tuple[int, int]:
+        """(K1, K2) that a source promises at similarity `m` by its prompt alone: to rank sources before any is fetched.
+
+        The nearest source isn't always the best: "moves left" is nearer to "moves right" than red to blue, and bears
+        less.
+        """
+        levels = noise_levels(settings.steps, settings.shift)
+        if self.policy is Policy.none:
+            return 0, 0
+        if self.policy is Policy.nirvana:
+            k1, _ = self.boundaries.at(m, settings.steps, levels)
+            return k1, k1
+        return self._boundaries(m, settings.steps, levels, self.quick.compare(source, prompt))
 
     def decide(
         self,

@@ -1,12 +1,13 @@
-"""The look-up: which cached entry of a job's domain is most like its prompt."""
+"""The look-up: which cached entries of a job's domain are most like its prompt."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
 from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.models import Reuse
@@ -34,29 +35,41 @@ _QUERY = """
     SELECT e.id, e.job_id, e.prompt, e.steps, e.object_key, e.sha256, e.size,
         1 - (e.embedding{cast} <=> {vector}{cast}) AS m
     FROM cache_entries e
-    WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL
+    WHERE e.domain_id = :domain AND e.space_id = {space} AND e.evicted_at IS NULL{planned}
         AND (:same_prompt OR e.prompt_key <> :prompt_key) AND NOT (e.prompt_key = :prompt_key AND e.seed = :seed)
     ORDER BY e.embedding{cast} <=> {vector}{cast}
-    LIMIT 1
+    LIMIT :count
 """
+_PLANNED = " AND (e.job_id = :planned_job OR e.id = :planned_entry)"
 _VECTOR = "(SELECT embedding FROM embeddings WHERE space_id = :space AND prompt_key = :prompt_key)"
 
 
 @dataclass
 class NeighbourSearch:
-    """Nearest entry inside a domain: exact up to `exact_rows` entries, through the space's HNSW index above."""
+    """Nearest entries inside a domain: exact up to `exact_rows` entries, through the space's HNSW index above."""
 
     exact_rows: int
     _counts: dict[int, tuple[float, int]] = field(default_factory=dict)
 
-    def nearest(self, connection: Connection, claim: Claim, min_similarity: float) -> Neighbour | None:
-        """The most similar live entry with similarity >= `min_similarity`, or None.
+    def nearest(self, connection: Connection, claim: Claim, min_similarity: float, count: int) -> list[Neighbour]:
+        """The `count` most similar live entries with similarity >= `min_similarity`, and the planned one, best first.
 
         The same prompt with another seed is no neighbour (README, "Method"), unless the row asks for it.
         """
+        found = self._found(connection, claim, count, approximate=self._approximate(connection, claim))
+        if (claim.planned_job_id or claim.source_entry_id) and not any(is_planned(claim, each) for each in found):
+            found += self._found(connection, claim, 1, planned=True)
+        return [each for each in found if each.similarity >= min_similarity]
+
+    def _approximate(self, connection: Connection, claim: Claim) -> bool:
+        return self._entries(connection, claim.domain.id) > self.exact_rows
+
+    def _found(
+        self, connection: Connection, claim: Claim, count: int, *, approximate: bool = False, planned: bool = False
+    ) -> list[Neighbour]:
         space = claim.domain.space_id
         cast = ""
-        if self._entries(connection, claim.domain.id) > self.exact_rows:
+        if approximate:
             dimension = connection.execute(
                 text("SELECT dimension FROM embedding_spaces WHERE id = :space"), {"space": space}
             ).scalar_one()
@@ -65,19 +78,19 @@ class NeighbourSearch:
             connection.execute(text("SET LOCAL hnsw.iterative_scan = strict_order"))
             connection.execute(text("SET LOCAL hnsw.ef_search = 100"))
         # The space is written out: a partial index is only matched by a constant.
-        query = _QUERY.format(cast=cast, space=int(space), vector=_VECTOR)
+        query = _QUERY.format(cast=cast, space=int(space), vector=_VECTOR, planned=_PLANNED if planned else "")
         values = {
             "space": space,
             "domain": claim.domain.id,
             "prompt_key": claim.prompt_key,
             "seed": claim.seed,
             "same_prompt": claim.reuse is Reuse.force,
+            "count": count,
+            "planned_job": claim.planned_job_id,
+            "planned_entry": claim.source_entry_id,
         }
-        row = connection.execute(text(query.replace("::", r"\:\:")), values).one_or_none()
-        if row is None or row.m is None or row.m < min_similarity:
-            return None
-        stored = StoredObject(row.object_key, row.size, row.sha256)
-        return Neighbour(row.id, row.job_id, row.m, row.prompt, tuple(row.steps), stored)
+        rows = connection.execute(text(query.replace("::", r"\:\:")), values)
+        return [_neighbour(row) for row in rows if row.m is not None]
 
     def _entries(self, connection: Connection, domain_id: int) -> int:
         counted_at, count = self._counts.get(domain_id, (-COUNT_SECONDS, 0))
@@ -86,3 +99,13 @@ class NeighbourSearch:
             count = connection.execute(text(query), {"domain": domain_id}).scalar_one()
             self._counts[domain_id] = (time.monotonic(), count)
         return count
+
+
+def _neighbour(row: Row[Any]) -> Neighbour:
+    stored = StoredObject(row.object_key, row.size, row.sha256)
+    return Neighbour(row.id, row.job_id, row.m, row.prompt, tuple(row.steps), stored)
+
+
+def is_planned(claim: Claim, neighbour: Neighbour) -> bool:
+    """Whether the plan had the claim start from this one."""
+    return neighbour.job_id == claim.planned_job_id or neighbour.entry_id == claim.source_entry_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -25,7 +26,7 @@ from chorus_batch.jobs.database import statement, transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown, ObjectCorrupt, ObjectMissing
 from chorus_batch.jobs.models import CacheMode, CacheResult, Role
 from chorus_batch.jobs.models import Reuse as RowReuse
-from chorus_batch.jobs.neighbours import Neighbour
+from chorus_batch.jobs.neighbours import Neighbour, is_planned
 from chorus_batch.jobs.parameters import clean_prompt
 from chorus_batch.jobs.storage import StoredObject
 from chorus_batch.workers.phases import Phases
@@ -41,6 +42,8 @@ DEVICE_LOST = "device_lost"
 # Entries that a job tries before it is computed in full. Not all: if the store has lost everything, or is another one,
 # a single job shouldn't empty the cache.
 TRIES = 3
+# Nearest entries among which the one that bears most steps is looked for: a comparison of two prompts each.
+RANKED = 8
 
 
 class _Deferred(Exception):
@@ -203,10 +206,10 @@ class Pipeline:
         phases: Phases,
         notes: list[str],
     ) -> tuple[Reuse | None, Neighbour | None]:
-        """What the nearest entry of the domain offers; nothing for a planned source, whose followers count on it.
+        """What the best entry of the domain offers; nothing for a planned source, whose followers count on it.
 
-        The plan's source is one of the entries: whatever is nearer by now is taken instead, and so is the next one if
-        the plan's is gone. Raises _Deferred if there is none, but will be.
+        The plan's source is one of the entries: whatever bears more steps by now, or as many and is nearer, is taken
+        instead, and so is the next one if the plan's is gone. Raises _Deferred if there is none, but will be.
         """
         semantic = claim.cache in (CacheMode.on, CacheMode.readonly) and claim.reuse is not RowReuse.off
         if not semantic or claim.role is Role.source or policy.policy is Policy.none:
@@ -214,9 +217,11 @@ class Pipeline:
         least = max(policy.boundaries.tau_at(claim.domain.steps), self._runtime.settings.min_similarity)
         evicted = False
         for _ in range(TRIES):
-            neighbour = self._nearest(claim, least, phases)
-            if neighbour is None:
+            found = self._neighbours(claim, least, phases)
+            if not found:
                 break
+            with phases.timed("decide"):
+                neighbour = best(claim, policy, request, found)
             try:
                 held = self._held(neighbour, phases)
                 with phases.timed("decide"):
@@ -234,7 +239,7 @@ class Pipeline:
                     cache.evict(connection, neighbour.entry_id, error.code)
                 evicted = True
                 continue
-            notes += unplanned(claim, neighbour)
+            notes += unplanned(claim, neighbour, found)
             notes += decision.notes
             return decision.reuse, neighbour if decision.reuse is not None else None
         if evicted:
@@ -243,17 +248,18 @@ class Pipeline:
             notes.append("no entry of the domain is similar enough: computed in full")
         return None, None
 
-    def _nearest(self, claim: Claim, least: float, phases: Phases) -> Neighbour | None:
-        """The entry to start from. If there is none, but the plan has a source that is still to come, wait for that."""
+    def _neighbours(self, claim: Claim, least: float, phases: Phases) -> list[Neighbour]:
+        """Entries to start from. If there are none, but the plan has a source that is still to come, wait for that."""
+        search = partial(self._runtime.search.nearest, claim=claim, min_similarity=least, count=RANKED)
         with phases.timed("lookup"):
             with transaction(self._runtime.database) as connection:
-                neighbour = self._runtime.search.nearest(connection, claim, least)
-            if neighbour is not None or claim.role is not Role.follower or claim.fallback_job_id is None:
-                return neighbour
+                found = search(connection)
+            if found or claim.role is not Role.follower or claim.fallback_job_id is None:
+                return found
             with transaction(self._runtime.database) as connection:
                 deferred = queue.defer(connection, claim)
                 if not deferred:  # it may have ended between the two
-                    return self._runtime.search.nearest(connection, claim, least)
+                    return search(connection)
             raise _Deferred
 
     def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
@@ -340,19 +346,34 @@ class Pipeline:
         return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)), judge)
 
 
-def unplanned(claim: Claim, neighbour: Neighbour) -> list[str]:
-    """What the trace says of a follower that starts from another entry than the plan's; nothing if it is the plan's."""
-    if claim.planned_job_id is not None:
-        planned, place = f"source, job {claim.planned_job_id}", f"job {neighbour.job_id}"
-        other = neighbour.job_id != claim.planned_job_id
-    else:
-        planned, place = f"entry {claim.source_entry_id}", f"entry {neighbour.entry_id}"
-        other = claim.source_entry_id not in (None, neighbour.entry_id)
-    if claim.role is not Role.follower or not other:
+def best(claim: Claim, policy: ReusePolicy, request: Request, found: Sequence[Neighbour]) -> Neighbour:
+    """The neighbour that bears most steps; of those that bear as many the most similar. `found` isn't empty."""
+
+    def bears(neighbour: Neighbour) -> tuple[tuple[int, int], float, bool]:
+        m = neighbour.similarity
+        depth = policy.depth(clean_prompt(neighbour.prompt), request.prompt, m, request.settings)
+        return depth, m, is_planned(claim, neighbour)
+
+    return max(found, key=bears)
+
+
+def unplanned(claim: Claim, taken: Neighbour, found: Sequence[Neighbour]) -> list[str]:
+    """What the trace says of a follower that starts from another of the entries `found` than the plan's."""
+    no_plan = claim.planned_job_id is None and claim.source_entry_id is None
+    if claim.role is not Role.follower or no_plan or is_planned(claim, taken):
         return []
+    if claim.planned_job_id is not None:
+        planned, place = f"source, job {claim.planned_job_id}", f"job {taken.job_id}"
+    else:
+        planned, place = f"entry {claim.source_entry_id}", f"entry {taken.entry_id}"
+    for each in found:
+        if is_planned(claim, each):
+            better = "is nearer" if taken.similarity > each.similarity else "bears more steps"
+            return [f"{place} {better} than the planned {planned}"]
     # The planner and the database compute similarities in single precision, each in its own order.
-    nearer = claim.similarity is not None and neighbour.similarity > claim.similarity + 1e-5
-    return [f"{place} is nearer than the planned {planned}" if nearer else f"{place} replaces the planned {planned}"]
+    if claim.similarity is not None and taken.similarity > claim.similarity + 1e-5:
+        return [f"{place} is nearer than the planned {planned}"]
+    return [f"{place} replaces the planned {planned}"]
 
 
 def _unpacked(data: bytes) -> HeldSource:

@@ -12,11 +12,9 @@ from .conftest import CATALOG, Cli, Example, run_script
 def test_what_the_plan_decides_is_met(local: Cli, example: Example) -> None:
     found = local("report", example.batch, "--json").json
     assert (found["done"], found["total"], found["over"]) == (24, 24, True)
-    for name in ("hits", "tokens_total"):
+    for name in ("hits", "steps_skipped", "tokens_total"):
         figure = found["figures"][name]
         assert (figure["deviation"], figure["within"]) == (0, True), name
-    # The nearest entry at run time may differ in another kind than the planned one, and bear a step more or less.
-    assert found["figures"]["steps_skipped"]["deviation"] == pytest.approx(0, abs=0.05)
     assert found["figures"]["tokens_computed"]["deviation"] == pytest.approx(0, abs=0.05)
     # Every object that the batch added was expected; how large videos are is a guess before the first run.
     assert found["figures"]["latents_bytes"]["deviation"] == pytest.approx(0, abs=0.05)

@@ -53,7 +53,7 @@ def asking(writer: Writer, database: Engine, part: Part, name: str = "asking") -
 
 def nearest(database: Engine, taken: Claim, exact_rows: int, least: float = 0.5) -> Neighbour | None:
     with transaction(database) as connection:
-        return NeighbourSearch(exact_rows).nearest(connection, taken, least)
+        return next(iter(NeighbourSearch(exact_rows).nearest(connection, taken, least, 1)), None)
 
 
 @MODES
@@ -65,6 +65,29 @@ def test_the_most_similar_entry_is_found(writer: Writer, database: Engine, exact
     assert found.similarity == pytest.approx(np.cos(np.radians(10)), abs=1e-6)
     assert (found.steps, found.object.sha256, found.object.size) == ((6, 8), "c", 1)
     assert found.object.key == f"entry/{jobs[1]}/1"
+
+
+@MODES
+def test_the_next_ones_follow_and_the_planned_one_is_always_among_them(
+    writer: Writer, database: Engine, exact_rows: int
+) -> None:
+    jobs = run_all(writer, database, [Part(vector=unit(angle)) for angle in (50, 10, 30, 55)])
+    taken = asking(writer, database, Part(vector=unit(0)))
+
+    def found(taken: Claim, least: float = 0.0) -> list[int]:
+        with transaction(database) as connection:
+            search = NeighbourSearch(exact_rows)
+            return [each.job_id for each in search.nearest(connection, taken, least, 2)]
+
+    assert found(taken) == [jobs[1], jobs[2]]
+    assert found(replace(taken, planned_job_id=jobs[2])) == [jobs[1], jobs[2]]
+    assert found(replace(taken, planned_job_id=jobs[3])) == [jobs[1], jobs[2], jobs[3]]
+    with transaction(database) as connection:
+        entry = connection.execute(
+            text("SELECT id FROM cache_entries WHERE job_id = :job"), {"job": jobs[0]}
+        ).scalar_one()
+    assert found(replace(taken, source_entry_id=entry)) == [jobs[1], jobs[2], jobs[0]]
+    assert found(replace(taken, source_entry_id=entry), 0.9) == [jobs[1]]  # planned, and yet too far away
 
 
 @MODES
@@ -166,8 +189,8 @@ def test_the_approximate_index_serves_a_small_domain_of_a_large_space(writer: Wr
                 plans.extend(row[0] for row in driver.execute(f"EXPLAIN {statement}", values))
 
         event.listen(connection, "before_cursor_execute", explain)
-        found = NeighbourSearch(APPROXIMATE).nearest(connection, taken, 0.0)
-    assert found is not None and found.job_id == jobs[0]
+        found = NeighbourSearch(APPROXIMATE).nearest(connection, taken, 0.0, 1)
+    assert [each.job_id for each in found] == jobs[:1]
     assert any(f"ix_cache_entries_space_{taken.domain.space_id}" in line for line in plans)
 
 

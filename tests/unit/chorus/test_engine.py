@@ -448,6 +448,9 @@ def test_a_policy_decides_as_its_tables_say(engine: Engine) -> None:
     cut = decide(Policy.chorus, blue, lacking)
     assert (cut.reuse.k1, cut.reuse.k2) == (10, 10)
     assert "lacks steps [12]" in cut.notes[0]
+    depths = [policy(name).depth(request.prompt, blue, 0.9, settings) for name in (Policy.chorus, Policy.nirvana)]
+    assert depths == [(10, 13), (6, 6)]
+    assert policy(Policy.none).depth(request.prompt, blue, 0.9, settings) == (0, 0)
     blind = replace(candidate, source=Source(request.prompt, None))
     assert (decide(Policy.chorus, blue, blind).reuse.k2, decide(Policy.chorus, blue, blind).notes) == (
         10, ("no stage 2: no region",),
