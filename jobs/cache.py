@@ -87,17 +87,17 @@ def store_vectors(connection: Connection, space_id: int, prompt_keys: Sequence[b
         cursor.execute("DROP TABLE new_embeddings")
 
 
-def live_entries(connection: Connection, domain_id: int, limit: int) -> list[tuple[int, bytes, np.ndarray]]:
-    """(id, prompt key, vector) of a domain's newest live entries: the planner's free sources."""
+def live_entries(connection: Connection, domain_id: int, limit: int) -> list[tuple[int, bytes, str, np.ndarray]]:
+    """(id, prompt key, prompt, vector) of a domain's newest live entries: the planner's free sources."""
     driver = connection.connection.driver_connection
     assert driver is not None
     register_vector(driver)
     found = driver.cursor(binary=True).execute(
-        "SELECT id, prompt_key, embedding FROM cache_entries WHERE domain_id = %s AND evicted_at IS NULL"
+        "SELECT id, prompt_key, prompt, embedding FROM cache_entries WHERE domain_id = %s AND evicted_at IS NULL"
         " ORDER BY id DESC LIMIT %s",
         (domain_id, limit),
     )
-    return [(int(i), bytes(key), _array(vector)) for i, key, vector in found]
+    return [(int(i), bytes(key), prompt, _array(vector)) for i, key, prompt, vector in found]
 
 
 def evict(connection: Connection, entry_id: int, reason: str) -> None:

@@ -24,6 +24,19 @@ class PlanInputError(ChorusBatchError):
 
 
 @dataclass(frozen=True)
+class Price:
+    """What a job costs besides full steps, where one of those is 1.
+
+    `region`: a step that computes a region only; the paper measured 0.67 at half the tokens. `beside`: everything but
+    denoising, of a plain generation; `beside_reuse`: of one that starts from another's latents.
+    """
+
+    region: float = 1.0
+    beside: float = 0.0
+    beside_reuse: float = 0.0
+
+
+@dataclass(frozen=True)
 class Curve:
     """c(m): the cost of a follower at similarity m, where a plain generation costs 1.
 
@@ -46,13 +59,15 @@ class Curve:
         return cls(((tau, at_tau), (1.0, at_one)) if tau < 1.0 else ((1.0, at_one),))
 
     @classmethod
-    def of_boundaries(cls, rows: Sequence[Sequence[float]], steps: int, region: float = 1.0) -> Curve:
-        """From the engine's table: rows (m_from, k1, k2). The first k1 steps are free, up to k2 they cost `region`.
-
-        `region` is a region step's cost, where a full step's is 1; the paper measured 0.67 at half the tokens.
-        """
-        points = tuple((float(m), 1.0 - (k1 + (1.0 - region) * (k2 - k1)) / steps) for m, k1, k2 in rows)
-        return cls(points, stepwise=True)
+    def of_boundaries(cls, rows: Sequence[Sequence[float]], steps: int, price: Price | None = None) -> Curve:
+        """From the engine's table: rows (m_from, k1, k2). The first k1 steps are free, those up to k2 a region's."""
+        price = price or Price()
+        plain = steps + price.beside
+        points = []
+        for m, k1, k2 in rows:
+            cost = steps - k1 - (1.0 - price.region) * (k2 - k1) + price.beside_reuse
+            points.append((float(m), min(cost / plain, 1.0)))
+        return cls(tuple(points), stepwise=True)
 
     def __call__(self, m: NDArray[np.floating]) -> FloatArray:
         """Costs, float32, of the similarities `m`, any shape."""
@@ -81,7 +96,7 @@ class Domain(Reuse):
     """What reuse means inside one domain.
 
     Without `semantic` there is none: its rows are linked to equal ones and else computed. `kinds`: what holds instead
-    for pairs whose kind of difference is known, by the kind's code; None: such pairs aren't reused.
+    for pairs whose kinds of difference are known, by the kind's code; None: such pairs aren't reused.
     """
 
     semantic: bool = True
@@ -92,13 +107,24 @@ class Domain(Reuse):
         """The similarity below which no pair is reused, whatever its kind."""
         return min([self.tau, *(kind.tau for kind in self.kinds if kind is not None)])
 
-    def savings(self, m: FloatArray, kind: NDArray[np.int8]) -> FloatArray:
-        """What following saves, 1 - c(m), at similarities `m` [n] and kinds (-1: unknown); 0: no reuse."""
-        found = np.where(m >= np.float32(self.tau - ROUNDING), 1.0 - self.curve(m), np.float32(0.0))
-        for code, reuse in enumerate(self.kinds):
-            of_kind = np.flatnonzero(kind == code)
-            near = m[of_kind]
-            found[of_kind] = 0.0
-            if reuse is not None:
-                found[of_kind] = np.where(near >= np.float32(reuse.tau - ROUNDING), 1.0 - reuse.curve(near), 0.0)
+    def savings(self, m: FloatArray, kinds: NDArray[np.uint16]) -> FloatArray:
+        """What following saves, 1 - c(m), at similarities `m` [n] and kinds; 0: no reuse.
+
+        `kinds` holds bit i for kind i, the next one for every kind without a table of its own, and nothing where the
+        kinds aren't known. A difference of several kinds saves what the least of them does.
+        """
+        general = self._saving(self, m)
+        if not self.kinds:
+            return general
+        found = np.where(kinds == 0, general, np.float32(np.inf))
+        for code, reuse in enumerate([*self.kinds, self]):
+            of_kind = np.flatnonzero(kinds & np.uint16(1 << code))
+            found[of_kind] = np.minimum(found[of_kind], self._saving(reuse, m[of_kind]))
         return np.asarray(found, dtype=np.float32)
+
+    @staticmethod
+    def _saving(reuse: Reuse | None, m: FloatArray) -> FloatArray:
+        if reuse is None:
+            return np.zeros(len(m), np.float32)
+        near = m >= np.float32(reuse.tau - ROUNDING)
+        return np.where(near, 1.0 - reuse.curve(m), np.float32(0.0)).astype(np.float32)

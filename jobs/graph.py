@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chorus_batch.jobs.curve import ROUNDING, Domain, FloatArray
-from chorus_batch.jobs.nearest import Hunt, IdArray, IntArray, Nearest, Points, exact
+from chorus_batch.jobs.nearest import Hunt, IdArray, IntArray, Nearest, Places, Points, exact
 from chorus_batch.jobs.neighbour_tables import Effort, approximate, recall
 from chorus_batch.jobs.templates import Slots
 
@@ -44,7 +44,7 @@ class Members:
     reuse: IntArray
     entries: Points
     shared: bool
-    slots: Slots | None = None  # of the rows
+    slots: Slots | None = None  # of the rows, then of the entries
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,10 @@ class Graph:
         del key
         client, facility, m = client[order], facility[order], m[order]
         m = np.clip(m, np.float32(domain.lowest), np.float32(1.0))
-        kind = np.full(len(m), -1, np.int8)
-        if members.slots is not None and domain.kinds:
-            rows = np.flatnonzero(facility < n)
-            kind[rows] = members.slots.kinds(client[rows], facility[rows])
-        saving = domain.savings(m, kind)
+        saving = saved(domain, members.slots, client, facility, m)
         # Among sources at the same cost (a step of the curve) the nearest is the best: it looks better.
         saving = np.where(saving > NOTHING, saving + np.float32(1e-6) * m, np.float32(0.0))
-        if domain.kinds:
+        if members.slots is not None:
             worth = saving > 0.0
             client, facility, m, saving = client[worth], facility[worth], m[worth], saving[worth]
         by_facility = np.argsort(facility, kind="stable").astype(np.int32)
@@ -150,6 +146,15 @@ class Graph:
             facility_start=np.append(0, np.cumsum(np.bincount(facility, minlength=facilities))),
             recall=found,
         )
+
+
+def saved(domain: Domain, slots: Slots | None, client: Places, facility: Places, m: FloatArray) -> FloatArray:
+    """What each client saves, in plain generations, by following its facility at similarity `m`; 0: no reuse."""
+    if slots is None:
+        return domain.savings(m, np.zeros(len(m), np.uint16))
+    kinds = slots.kinds(client, facility) if domain.kinds else np.zeros(len(m), np.uint16)
+    enough = (kinds > 0) | (m >= slots.least(client, facility))
+    return np.where(enough, domain.savings(m, kinds), np.float32(0.0)).astype(np.float32)
 
 
 def _legal(members: Members, client: IdArray, facility: IdArray) -> NDArray[np.bool_]:

@@ -19,6 +19,7 @@ from chorus_batch.jobs.curve import FloatArray
 
 IntArray: TypeAlias = NDArray[np.int64]
 IdArray: TypeAlias = NDArray[np.int32]
+Places: TypeAlias = IntArray | IdArray
 Links: TypeAlias = tuple[IdArray, IdArray, FloatArray]  # client, facility, similarity
 
 STRIP = 16_000_000  # similarities held at once (64 MB)
@@ -118,6 +119,13 @@ def strongest(near: FloatArray, floors: FloatArray, keep: int) -> tuple[IdArray,
     """Of each row of `near` the up to `keep` largest values >= its floor: columns (-1: none) and values."""
     found = near >= floors[:, None]
     counts = np.count_nonzero(found, axis=1)
+    width = near.shape[1]
+    for row in np.flatnonzero(counts > DENSE * keep).tolist():
+        # Where nearly all columns pass, gathering them first costs more than looking through the whole row.
+        blurred = near[row] + np.take(_BLUR, np.arange(row * 7919, row * 7919 + width), mode="wrap")
+        found[row] = False
+        found[row, np.argpartition(blurred, width - keep)[width - keep :]] = True
+        counts[row] = keep
     most = int(counts.max(initial=0))
     column = np.full((len(near), most), -1, np.int32)
     value = np.full((len(near), most), NONE, np.float32)

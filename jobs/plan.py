@@ -22,7 +22,7 @@ from chorus_batch.jobs.curve import ROUNDING, Domain, FloatArray, PlanInputError
 from chorus_batch.jobs.dispatch_order import positions
 from chorus_batch.jobs.embed import UnusableVector, unit_rows
 from chorus_batch.jobs.facility import located
-from chorus_batch.jobs.graph import AUTO, FORCE, OFF, Graph, Limits, Members
+from chorus_batch.jobs.graph import AUTO, FORCE, OFF, Graph, Limits, Members, saved
 from chorus_batch.jobs.nearest import STRIP, IntArray, Points
 from chorus_batch.jobs.templates import Slots
 
@@ -58,7 +58,8 @@ class Items:
 class Cached:
     """Entries of the cache that the rows may follow; codes as in Items. `entry`: the entries' ids.
 
-    With `request`, rows that ask for exactly what an entry already is become its duplicates.
+    With `request`, rows that ask for exactly what an entry already is become its duplicates. `slots`: of the templates
+    that the rows' slots name.
     """
 
     entry: IntArray
@@ -66,6 +67,7 @@ class Cached:
     prompt: IntArray
     embeddings: FloatArray
     request: IntArray | None = None
+    slots: Slots | None = None
 
     def __len__(self) -> int:
         return len(self.entry)
@@ -204,7 +206,7 @@ def plan(
             items.reuse[rows],
             Points(_part(entry_vectors, ids), entries.prompt[ids]),
             shared,
-            items.slots[rows] if items.slots is not None else None,
+            _slots(items, entries, rows, ids),
         )
         graph = Graph.build(domain, members, limits)
         served, second = located(graph, limits)
@@ -212,7 +214,7 @@ def plan(
         follows = served >= 0
         role[rows[follows]] = FOLLOWER
         similarity[rows[follows]] = graph.similarity[served[follows]]
-        cost[rows[follows]] = domain.curve(similarity[rows[follows]])
+        cost[rows[follows]] = np.maximum(1.0 - graph.saving[served[follows]], 0.0)
         facility = graph.facility[served[follows]]
         row_served = facility < len(rows)
         source[rows[follows][row_served]] = rows[facility[row_served]]
@@ -239,12 +241,19 @@ def unshared(request: IntArray, *, link: bool) -> Plan:
     )
 
 
-def plan_cost(plan: Plan, items: Items, domains: Sequence[Domain]) -> float:
-    """Total cost of a plan, in plain generations: a source 1, a follower c(m), a duplicate nothing."""
+def plan_cost(plan: Plan, items: Items, domains: Sequence[Domain], cached: Cached | None = None) -> float:
+    """Total cost of a plan, in plain generations: a source 1, a follower 1 less what it saves, a duplicate nothing."""
     total = float(np.count_nonzero(plan.role == SOURCE))
+    facility, slots = plan.source, items.slots
+    if cached is not None and len(cached):
+        order = np.argsort(cached.entry)
+        place = order[np.searchsorted(cached.entry, plan.entry, sorter=order) % len(cached)]
+        facility = np.where(plan.entry >= 0, len(items) + place, plan.source)
+        slots = _slots(items, cached, np.arange(len(items)), np.arange(len(cached)))
     for code, domain in enumerate(domains):
-        follows = (plan.role == FOLLOWER) & (items.domain == code)
-        total += float(domain.curve(plan.similarity[follows]).sum(dtype=np.float64))
+        client = np.flatnonzero((plan.role == FOLLOWER) & (items.domain == code))
+        saving = saved(domain, slots, client, facility[client], plan.similarity[client])
+        total += float((1.0 - saving).sum(dtype=np.float64))
     return total
 
 
@@ -344,6 +353,17 @@ def _units(vectors: FloatArray) -> FloatArray:
                 units = units.copy()
             units[part] = block
     return units
+
+
+def _slots(items: Items, entries: Cached, rows: IntArray, ids: IntArray) -> Slots | None:
+    """Of these rows, then of these entries."""
+    if items.slots is None:
+        return None
+    if entries.slots is not None:
+        return items.slots[rows] + entries.slots[ids]
+    none = np.full(len(ids), -1, np.int32)
+    filling = np.full((len(ids), items.slots.filling.shape[1]), -1, np.int32)
+    return items.slots[rows] + replace(items.slots, template=none, filling=filling)
 
 
 def _part(vectors: FloatArray, rows: IntArray) -> FloatArray:

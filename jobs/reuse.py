@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
-
 from chorus_batch.jobs import templates
 from chorus_batch.jobs.cards.card import Boundary, ModelCard
-from chorus_batch.jobs.curve import Curve, Domain, Reuse
+from chorus_batch.jobs.costs import Costs
+from chorus_batch.jobs.curve import Curve, Domain, FloatArray, Price, Reuse
 from chorus_batch.jobs.depth import rows_at
 from chorus_batch.jobs.ingest.notes import Note
 from chorus_batch.jobs.kinds import kinds
@@ -21,15 +20,26 @@ log = logging.getLogger(__name__)
 _SHOWN = 5  # templates named in notes
 
 
-def domain_of(card: ModelCard, parameters: Parameters, least: float) -> Domain:
+def domain_of(card: ModelCard, parameters: Parameters, least: float, price: Price) -> Domain:
     """tau and c(m), for each kind of difference too; `least`: the similarity below which the user wants no reuse."""
     semantic = parameters.policy != "none"
-    general = _reuse(rows_at(card, parameters), parameters.steps, least)
+    steps = parameters.steps
+    general = _reuse(rows_at(card, parameters), steps, least, price)
     # The policy nirvana has the general table alone, whatever differs.
-    own = [_reuse(rows_at(card, parameters, kind), parameters.steps, least) for kind in known_kinds(card, parameters)]
+    kinds = known_kinds(card, parameters)
+    own = [_reuse(rows_at(card, parameters, kind), steps, least, price) for kind in kinds]
     if general is None:
         return Domain(1.0, Curve(((1.0, 1.0),)), semantic, tuple(own))
     return Domain(general.tau, general.curve, semantic, tuple(own))
+
+
+def price_of(costs: Costs) -> Price:
+    """What a job costs beside full steps, as far as it was measured."""
+    if costs.tokens_per_step is None or costs.seconds_per_token is None:
+        return Price(costs.region_share.expected)
+    step = costs.tokens_per_step * costs.seconds_per_token.expected
+    held = {result: spread.expected / step for result, spread in costs.held.items()}
+    return Price(costs.region_share.expected, held["miss"], held["semantic"])
 
 
 def known_kinds(card: ModelCard, parameters: Parameters) -> list[str]:
@@ -38,25 +48,37 @@ def known_kinds(card: ModelCard, parameters: Parameters) -> list[str]:
 
 
 def slots_of(
-    card: ModelCard, prompts: Sequence[str], domains: Sequence[Parameters]
+    card: ModelCard,
+    prompts: Sequence[str],
+    vectors: FloatArray,
+    domains: Sequence[Parameters],
+    cached: Sequence[str] = (),
 ) -> tuple[templates.Slots | None, tuple[Note, ...]]:
-    """Each prompt's slots where templates were found and the card tells kinds apart, and notes that say so."""
+    """The slots of each prompt, then of each cached one, where templates were found; and notes that say so.
+
+    `vectors`: the prompts' unit embeddings [n, d].
+    """
     known = sorted({kind for parameters in domains for kind in known_kinds(card, parameters)})
-    if not known:
+    found, slots = templates.find(prompts, known, kinds if known else _nobody_knows, cached)
+    if slots is None:
         return None, ()
-    found, slots = templates.find(prompts, known, kinds)
-    notes = tuple(
-        Note(
-            kind="template",
-            column="prompt",
-            message=f"{each.prompts} prompts are filled into one template: where one slot differs whose kind is known,"
-            f" reuse follows the model's table for that kind: {each}",
-            count=1,
-            line=1,
-        )
-        for each in sorted(found, key=lambda each: -each.prompts)[:_SHOWN]
-    )
-    return slots, notes
+    slots = slots.calibrated(vectors)
+    told = sorted(zip(found, slots.alike.tolist(), strict=True), key=lambda each: -each[0].prompts)
+    return slots, tuple(_note(template, alike) for template, alike in told[:_SHOWN])
+
+
+def _nobody_knows(pairs: Sequence[tuple[str, str]]) -> list[str | None]:
+    """Where the policy makes no difference between kinds."""
+    return [None] * len(pairs)
+
+
+def _note(template: templates.Template, alike: float) -> Note:
+    known = all(template.kinds)
+    follows = "reuse follows the model's tables for what the slots hold"
+    needs = f"a pair must be more similar than {alike:.2f}, which two prompts of it are by the template alone"
+    rule = follows if known else f"{follows} where that is known, else {needs}" if any(template.kinds) else needs
+    message = f"{template.prompts} prompts are filled into one template; {rule}: {template}"
+    return Note(kind="template", column="prompt", message=message, count=1, line=1)
 
 
 def reported(planned: Plan) -> dict[str, object]:
@@ -74,13 +96,8 @@ def reported(planned: Plan) -> dict[str, object]:
     }
 
 
-def _reuse(rows: Sequence[Boundary], steps: int, least: float) -> Reuse | None:
+def _reuse(rows: Sequence[Boundary], steps: int, least: float, price: Price) -> Reuse | None:
     if not rows:
         return None
-    curve = Curve.of_boundaries(rows, steps)
+    curve = Curve.of_boundaries(rows, steps, price)
     return Reuse(max(rows[0][0], least), curve)
-
-
-def of_prompts(slots: templates.Slots | None, prompt: np.ndarray) -> templates.Slots | None:
-    """The rows' slots, from those of their prompts."""
-    return None if slots is None else slots[np.asarray(prompt, np.int64)]

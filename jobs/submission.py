@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from sqlalchemy import Engine
 
-from chorus_batch.jobs import cache, plan, reuse
+from chorus_batch.jobs import cache, costs, plan, reuse
 from chorus_batch.jobs.batch import NewBatch, refuse_known, store
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.embed import Embedder, make_embedder
@@ -219,18 +219,31 @@ def _planned(
     """The plan, and notes on what it rests on."""
     if vectors is None or mode is CacheMode.exact:
         return plan.unshared(np.array(columns.request), link=mode is not CacheMode.off), ()
-    slots, notes = reuse.slots_of(ingest.card, columns.prompts, columns.domains)
+    cached, texts = _cached(settings, engine, columns, domain_ids, vectors.shape[1])
+    slots, notes = reuse.slots_of(ingest.card, columns.prompts, vectors, columns.domains, texts)
+    prompt = np.array(columns.prompt, np.int64)
+    if slots is not None:
+        cached = replace(cached, slots=slots[np.arange(len(columns.prompts), len(slots.template))])
     items = plan.Items(
         domain=np.array(columns.domain, np.int64),
         request=np.array(columns.request, np.int64),
-        prompt=np.array(columns.prompt, np.int64),
-        embeddings=vectors[np.array(columns.prompt, np.int64)],
+        prompt=prompt,
+        embeddings=vectors[prompt],
         reuse=np.array(columns.reuse, np.int64),
         priority=np.array(columns.priority, np.int64),
-        slots=reuse.of_prompts(slots, np.array(columns.prompt, np.int64)),
+        slots=None if slots is None else slots[prompt],
     )
-    domains = [reuse.domain_of(ingest.card, parameters, settings.min_similarity) for parameters in columns.domains]
-    cached = _cached(settings, engine, columns, domain_ids, vectors.shape[1])
+    with transaction(engine) as connection:
+        made = costs.newest(connection, ingest.card)
+        domains = [
+            reuse.domain_of(
+                ingest.card,
+                parameters,
+                settings.min_similarity,
+                reuse.price_of(costs.measured(connection, domain_id, parameters, ingest.card, made)),
+            )
+            for domain_id, parameters in zip(domain_ids, columns.domains, strict=True)
+        ]
     return plan.plan(items, domains, cached, shared=mode is CacheMode.on), notes
 
 
@@ -240,24 +253,27 @@ def _is_semantic(domain: Parameters) -> bool:
 
 def _cached(
     settings: Settings, engine: Engine, columns: Requested, domain_ids: Sequence[int], dimension: int
-) -> plan.Cached:
+) -> tuple[plan.Cached, list[str]]:
+    """The domains' entries, and their prompts."""
     codes: dict[bytes, int] = {key: code for code, key in enumerate(columns.prompt_keys)}
-    ids, domains, prompts, found = [], [], [], []
+    ids, domains, prompts, found, texts = [], [], [], [], []
     with transaction(engine) as connection:
         for code, domain_id in enumerate(domain_ids):
             if not _is_semantic(columns.domains[code]):
                 continue
-            for entry_id, key, vector in cache.live_entries(connection, domain_id, settings.exact_search_rows):
+            for entry_id, key, prompt, vector in cache.live_entries(connection, domain_id, settings.exact_search_rows):
                 ids.append(entry_id)
+                texts.append(prompt)
                 domains.append(code)
                 prompts.append(codes.setdefault(key, len(codes)))
                 found.append(vector)
-    return plan.Cached(
+    cached = plan.Cached(
         entry=np.array(ids, np.int64),
         domain=np.array(domains, np.int64),
         prompt=np.array(prompts, np.int64),
         embeddings=np.array(found, np.float32).reshape(-1, dimension),
     )
+    return cached, texts
 
 
 def _default_name(sources: Sequence[Source]) -> str:

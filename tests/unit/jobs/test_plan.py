@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError, Reuse
+from chorus_batch.jobs.curve import ROUNDING, Curve, Domain, PlanInputError, Price, Reuse
 from chorus_batch.jobs.embed import UnusableVector
 from chorus_batch.jobs.graph import AUTO, FORCE, OFF, Limits
 from chorus_batch.jobs.neighbour_tables import Effort
@@ -364,12 +364,14 @@ def test_recall_is_none_where_there_is_nothing_to_find() -> None:
 
 
 @pytest.mark.parametrize("exact", [50_000, 100])
-def test_a_giant_cluster_is_served_by_few(exact: int) -> None:
+@pytest.mark.parametrize("rows", [4000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_giant_cluster_is_served_by_few(rows: int, exact: int) -> None:
     """Nearest neighbors alone would split it into as many clusters as neighbors are kept."""
-    vectors = vectors_of(4000, 1, 0.02, 0)
-    made = plan(items_of(vectors), [DOMAIN], limits=Limits(exact=exact, arcs=16, few_arcs=0, large_arcs=16))
-    sources = int((made.role == ROLES.index("source")).sum())
-    assert 4000 / 65 <= sources <= 2.0 * 4000 / 65
+    vectors = vectors_of(rows, 1, 0.02, 0)
+    items = items_of(vectors)
+    made = plan(items, [DOMAIN], limits=Limits(exact=exact, arcs=16, few_arcs=0, large_arcs=16))
+    least = rows / 65 * (1 + 64 * 0.625)  # every source has as many followers as it may, all of them as near as can be
+    assert least <= plan_cost(made, items, [DOMAIN]) <= 1.02 * least
     assert max(Counter(made.source[made.source >= 0].tolist()).values()) <= 64
 
 
@@ -380,10 +382,10 @@ def test_all_equal_among_many() -> None:
 
 
 def test_a_kind_of_difference_has_a_threshold_and_a_cost_of_its_own() -> None:
-    """Four rows, all alike: slot 0 may differ for free, slot 1 must not, both together go by similarity."""
+    """Four rows, all alike: slot 0 may differ for free, slot 1 must not, nor both; the last goes by similarity."""
     vectors = np.tile(vectors_of(1, 1, 0.1, 0), (4, 1))
     filling = np.array([[0, 0], [0, 1], [1, 0], [0, 0]], np.int32)
-    slots = Slots(np.array([0, 0, 0, -1], np.int32), filling, np.array([[0, 1]], np.int8))
+    slots = slots_of(np.array([0, 0, 0, -1]), filling, [[1, 2]])
     kinds = (Reuse(0.3, Curve(((0.3, 0.1),))), None)
     domain = Domain(0.65, Curve.linear(0.65), kinds=kinds)
     assert domain.lowest == 0.3
@@ -397,6 +399,58 @@ def test_a_kind_of_difference_has_a_threshold_and_a_cost_of_its_own() -> None:
     assert made[0].source == 2 or made[2].source == 0
     alone = plan(items_of(far), [domain])
     assert alone[2].role == "source" and 2 not in alone.source
+
+
+def slots_of(template: np.ndarray, filling: np.ndarray, kind: list[list[int]], alike: float = 0.0) -> Slots:
+    """Of templates whose slots' kinds are given as bits; several at once go by the general table (bit 2)."""
+    measured = np.full(len(kind), alike, np.float32)
+    return Slots(template.astype(np.int32), filling.astype(np.int32), np.array(kind, np.uint16), 4, measured)
+
+
+def test_the_least_of_several_kinds_counts() -> None:
+    cheap, dear = Reuse(0.3, Curve(((0.3, 0.1),))), Reuse(0.3, Curve(((0.3, 0.5),)))
+    domain = Domain(0.65, Curve(((0.65, 0.7),)), kinds=(cheap, dear))
+    m = np.array([0.9] * 5 + [0.5] * 5, np.float32)
+    bits = np.array([0, 1, 2, 3, 1 | 2 | 4] * 2, np.uint16)
+    np.testing.assert_allclose(domain.savings(m, bits), [0.3, 0.9, 0.5, 0.5, 0.3, 0.0, 0.9, 0.5, 0.5, 0.0], atol=1e-6)
+    blind = replace(domain, kinds=())
+    np.testing.assert_allclose(blind.savings(m, bits), [0.3] * 5 + [0.0] * 5, atol=1e-6)
+
+
+def test_boilerplate_alone_is_no_reason_to_follow() -> None:
+    """All pairs are alike; those of the template whose kinds are unknown must be more alike than its boilerplate."""
+    vectors = vectors_of(40, 1, 0.1, 0)
+    near = vectors @ vectors.T
+    filling = np.stack([np.arange(40) % 2, np.arange(40)], axis=1)
+    calibrated = slots_of(np.zeros(40), filling, [[0, 0]]).calibrated(vectors)
+    (alike,) = calibrated.alike.tolist()
+    assert np.quantile(near, 0.4) < alike < np.quantile(near, 0.6)
+    made = plan(replace(items_of(vectors), slots=calibrated), [DOMAIN])
+    follows = made.similarity[made.similarity == made.similarity]
+    assert len(follows) > 10 and follows.min() >= alike
+    free = plan(items_of(vectors), [DOMAIN])
+    assert free.similarity[free.similarity == free.similarity].min() < alike
+    # Where the kinds are known the model's tables for them decide.
+    domain = replace(DOMAIN, kinds=(Reuse(0.65, DOMAIN.curve), Reuse(0.65, DOMAIN.curve)))
+    known = plan(replace(items_of(vectors), slots=replace(calibrated, kind=np.array([[1, 2]], np.uint16))), [domain])
+    np.testing.assert_array_equal(known.source, plan(items_of(vectors), [DOMAIN]).source)
+
+
+def test_entries_of_the_cache_have_slots_too() -> None:
+    """Entry 7 differs from the row in what must not differ; entry 8, as near, in what may."""
+    vectors = np.tile(vectors_of(1, 1, 0.1, 0), (2, 1))
+    domain = Domain(0.65, Curve.linear(0.65), kinds=(Reuse(0.3, Curve(((0.3, 0.1),))), None))
+    slots = slots_of(np.zeros(3), np.array([[0, 0], [0, 1], [1, 0]]), [[1, 2]])
+    items = replace(items_of(vectors[:1]), slots=slots[np.array([0])])
+    cached = Cached(np.array([7, 8]), np.array([0, 0]), np.array([1, 2]), vectors, slots=slots[np.array([1, 2])])
+    made = plan(items, [domain], cached)
+    assert (made[0].role, made[0].entry) == ("follower", 8)
+    assert plan_cost(made, items, [domain], cached) == pytest.approx(0.1, abs=1e-5)
+    blind = replace(cached, slots=None)  # what an entry's prompt holds is unknown: similarity decides
+    made = plan(items, [domain], blind)
+    assert plan_cost(made, items, [domain], blind) == pytest.approx(0.625, abs=1e-5)
+    assert plan(items, [domain], Cached(*(column[:1] for column in (cached.entry, cached.domain, cached.prompt, vectors)),
+                                        slots=slots[np.array([1])]))[0].role == "source"  # fmt: skip
 
 
 def unit(vector: np.ndarray) -> np.ndarray:
@@ -436,8 +490,12 @@ def test_plan_is_a_sequence() -> None:
 def test_curves() -> None:
     linear = Curve.linear(0.6, 0.8, 0.4)
     np.testing.assert_allclose(linear(np.array([0.6, 0.8, 1.0])), [0.8, 0.6, 0.4], rtol=1e-6)
-    steps = Curve.of_boundaries([[0.75, 6, 6], [0.85, 8, 10]], 20, region=0.5)
+    steps = Curve.of_boundaries([[0.75, 6, 6], [0.85, 8, 10]], 20, Price(region=0.5))
     np.testing.assert_allclose(steps(np.array([0.75, 0.84, 0.85, 1.0])), [0.7, 0.7, 0.55, 0.55], rtol=1e-6)
+    # Of 20 steps and 2 steps' time beside, 3 where latents are fetched: (20 - 6 + 3) / 22.
+    priced = Curve.of_boundaries([[0.75, 6, 6], [0.85, 8, 10]], 20, Price(0.5, beside=2.0, beside_reuse=3.0))
+    np.testing.assert_allclose(priced(np.array([0.75, 0.85])), [17 / 22, 14 / 22], rtol=1e-6)
+    assert Curve.of_boundaries([[0.75, 1, 1]], 20, Price(beside_reuse=5.0))(np.array([0.8])) == 1.0
     for points in [(), ((0.5, 0.5), (0.4, 0.4)), ((0.5, 0.5), (0.6, 0.7)), ((0.5, 1.5),), ((float("nan"), 0.5),)]:
         with pytest.raises(PlanInputError, match="cost curve"):
             Curve(points)

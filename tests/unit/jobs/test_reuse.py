@@ -10,6 +10,8 @@ import pytest
 
 from chorus_batch.jobs import reuse
 from chorus_batch.jobs.cards.card import ModelCard, load_card
+from chorus_batch.jobs.costs import BUILTIN, UNKNOWN
+from chorus_batch.jobs.curve import Price
 from chorus_batch.jobs.parameters import Parameters
 from chorus_batch.jobs.plan import GraphReport, unshared
 
@@ -28,35 +30,51 @@ def with_kinds(policy: str = "chorus") -> tuple[ModelCard, Parameters]:
 
 
 def test_general_table_and_threshold() -> None:
-    domain = reuse.domain_of(CARD, CARD.defaults, 0.0)
+    domain = reuse.domain_of(CARD, CARD.defaults, 0.0, Price())
     first, k1, _ = CARD.boundaries[20][0]
     assert (domain.tau, domain.kinds, domain.semantic) == (first, (), True)
     assert domain.curve(np.array([first]))[0] == pytest.approx(1 - k1 / 20)
-    assert reuse.domain_of(CARD, CARD.defaults, 0.95).tau == 0.95
-    assert not reuse.domain_of(CARD, replace(CARD.defaults, policy="none"), 0.0).semantic
+    assert reuse.domain_of(CARD, CARD.defaults, 0.95, Price()).tau == 0.95
+    assert not reuse.domain_of(CARD, replace(CARD.defaults, policy="none"), 0.0, Price()).semantic
 
 
 def test_kinds_have_tables_of_their_own_unless_the_policy_knows_none() -> None:
     card, parameters = with_kinds()
-    domain = reuse.domain_of(card, parameters, 0.0)
+    domain = reuse.domain_of(card, parameters, 0.0, Price())
     assert reuse.known_kinds(card, parameters) == ["attribute", "background"]
     attribute, background = domain.kinds
     assert background is None and attribute is not None and attribute.tau == domain.lowest == 0.6
-    assert reuse.domain_of(card, parameters, 0.7).lowest == 0.7
+    assert reuse.domain_of(card, parameters, 0.7, Price()).lowest == 0.7
     card, parameters = with_kinds("nirvana")
-    assert reuse.domain_of(card, parameters, 0.0).kinds == ()
+    assert reuse.domain_of(card, parameters, 0.0, Price()).kinds == ()
 
 
 def test_templates_are_told_where_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "kinds", lambda pairs: ["attribute"] * len(pairs))
     card, parameters = with_kinds()
-    slots, notes = reuse.slots_of(card, PROMPTS, [parameters])
-    assert slots is not None and len(notes) == 1
-    assert "25 prompts" in str(notes[0]) and "{attribute}" in str(notes[0])
-    rows = reuse.of_prompts(slots, np.array([3, 3]))
-    assert rows is not None and len(rows.template) == 2
-    assert reuse.slots_of(CARD, PROMPTS, [CARD.defaults]) == (None, ())
-    assert reuse.of_prompts(None, np.array([0])) is None
+    vectors = np.eye(len(PROMPTS), dtype=np.float32) + 1.0
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    slots, notes = reuse.slots_of(card, PROMPTS, vectors, [parameters], PROMPTS[:2])
+    assert slots is not None and len(slots.template) == len(PROMPTS) + 2 and len(notes) == 1
+    assert "25 prompts" in notes[0].message and "{attribute}" in notes[0].message
+    assert "more similar" not in notes[0].message  # all kinds are known
+    assert reuse.slots_of(card, PROMPTS[:5], vectors[:5], [parameters]) == (None, ())
+
+
+def test_without_kinds_a_template_asks_for_more_than_its_boilerplate() -> None:
+    card, parameters = with_kinds("nirvana")
+    vectors = np.eye(len(PROMPTS), dtype=np.float32) + 1.0
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    slots, notes = reuse.slots_of(card, PROMPTS, vectors, [parameters])
+    assert slots is not None and slots.alike == pytest.approx([27 / 28])
+    assert "more similar than 0.96" in notes[0].message and "{?}" in notes[0].message
+
+
+def test_what_was_measured_prices_a_follower() -> None:
+    assert reuse.price_of(UNKNOWN) == Price(UNKNOWN.region_share.expected)
+    price = reuse.price_of(BUILTIN)
+    step = 192 * 1.6e-4
+    assert (price.region, price.beside, price.beside_reuse) == pytest.approx((0.5, 0.04 / step, 0.05 / step))
 
 
 def test_recall_is_logged_and_stored(caplog: pytest.LogCaptureFixture) -> None:
