@@ -5,17 +5,14 @@ Rows are compared a strip at a time, so that memory doesn't grow with the square
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from threading import Lock, Thread
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chorus_batch.jobs.blas import one_thread_each
 from chorus_batch.jobs.curve import FloatArray
+from chorus_batch.jobs.processors import processors, side_by_side
 
 IntArray: TypeAlias = NDArray[np.int64]
 IdArray: TypeAlias = NDArray[np.int32]
@@ -26,8 +23,6 @@ STRIP = 16_000_000  # similarities held at once (64 MB)
 NONE = np.float32(-2.0)  # below every cosine
 DENSE = 4  # a row with more than so many times `keep` neighbors is in a dense place, which needs hubs
 REACH = 16  # a hub reaches so many times the rows that it may serve
-
-Block = TypeVar("Block")
 
 _BLUR = np.random.default_rng(0).random(65_521, dtype=np.float32) * np.float32(2e-6)
 
@@ -184,35 +179,3 @@ def exact(hunt: Hunt) -> Nearest:
     side_by_side(strip, range(0, rows, step))
     nearest.hubs.sort(key=lambda links: int(links[1][0]))  # strips end in any order
     return nearest
-
-
-def processors() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def side_by_side(work: Callable[[Block], None], blocks: Iterable[Block]) -> None:
-    """Do the work for every block, on all processors: numpy lets go of the interpreter's lock."""
-    left, lock = iter(blocks), Lock()
-    errors: list[BaseException] = []
-
-    def one_after_the_other() -> None:
-        while not errors:
-            with lock:
-                block = next(left, left)
-            if block is left:
-                return
-            try:
-                work(block)  # type: ignore[arg-type]
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [Thread(target=one_after_the_other) for _ in range(processors() - 1)]
-    with one_thread_each():
-        for thread in threads:
-            thread.start()
-        one_after_the_other()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chorus_batch.jobs.curve import FloatArray
-from chorus_batch.jobs.nearest import NONE, Hunt, IdArray, IntArray, Nearest, hubs, side_by_side, strongest
+from chorus_batch.jobs.nearest import NONE, Hunt, IdArray, IntArray, Nearest, hubs, strongest
+from chorus_batch.jobs.processors import side_by_side
 
 _AT_ONCE = 4_000_000  # similarities to centers held at once (16 MB)
 

@@ -23,7 +23,7 @@ from chorus_batch.jobs.embed import make_embedder
 from chorus_batch.jobs.nearest import IntArray
 from chorus_batch.jobs.plan import DUPLICATE, FOLLOWER, Plan, plan
 from chorus_batch.jobs.simulation import PlannedJob, Trouble, in_order, simulate, simulate_online
-from tests.bench.plan import CURVES, clustered, items_of
+from tests.bench.planner import CURVES, items_of
 
 
 def planned_jobs(made: Plan, domain: Domain) -> list[PlannedJob]:
@@ -71,10 +71,20 @@ def troubles(jobs: list[PlannedJob], workers: int, length: float) -> Iterator[tu
     yield "1 in 4 workers dies", Trouble(deaths=dying, lease=0.5)
 
 
+def clustered(rows: int, per_topic: int, dimension: int = 384, noise: float = 0.75) -> FloatArray:
+    """Unit vectors around random topics; two of one topic have a similarity of about 1 / (1 + noise^2)."""
+    rng = np.random.default_rng(7)
+    topics = rng.standard_normal((max(1, rows // per_topic), dimension), dtype=np.float32)
+    vectors = topics[rng.integers(len(topics), size=rows)]
+    scale = noise * rng.random((rows, 1), dtype=np.float32)
+    vectors += scale * rng.standard_normal((rows, dimension), dtype=np.float32)
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True), dtype=np.float32)
+
+
 def lists(options: argparse.Namespace) -> Iterator[tuple[str, FloatArray]]:
     if options.prompts is None:
         for per_topic in (8, 40, 300):
-            yield f"random, {per_topic} a topic", clustered(options.rows, per_topic=per_topic)
+            yield f"random, {per_topic} a topic", clustered(options.rows, per_topic)
         return
     embedder = make_embedder("minilm")
     for path in sorted(options.prompts.glob("*.csv")):

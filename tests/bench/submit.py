@@ -26,7 +26,7 @@ from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.requested import prompt_key
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.submission import SubmitOptions, submit
-from tests.bench.plan import clustered
+from tests.bench.planner import synthetic
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         embedder = make_embedder(settings.embedder)
         with transaction(engine) as connection:
             space = cache.register_space(connection, embedder.space, embedder.dimension)
-            vectors = clustered(rows, embedder.dimension)
+            vectors = synthetic(rows, None)
             cache.store_vectors(connection, space, [prompt_key(prompt) for prompt in prompts], vectors)
         del vectors
         ingest = IngestOptions(card=load_card("builtin"), salt=1)

@@ -1,0 +1,44 @@
+"""Work on all processors of this process, block by block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from threading import Lock, Thread
+from typing import TypeVar
+
+from chorus_batch.jobs.blas import one_thread_each
+
+Block = TypeVar("Block")
+
+
+def processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(work: Callable[[Block], None], blocks: Iterable[Block]) -> None:
+    """Do the work for every block, on all processors: numpy lets go of the interpreter's lock."""
+    left, lock = iter(blocks), Lock()
+    errors: list[BaseException] = []
+
+    def one_after_the_other() -> None:
+        while not errors:
+            with lock:
+                block = next(left, left)
+            if block is left:
+                return
+            try:
+                work(block)  # type: ignore[arg-type]
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [Thread(target=one_after_the_other) for _ in range(processors() - 1)]
+    with one_thread_each():
+        for thread in threads:
+            thread.start()
+        one_after_the_other()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
