@@ -217,7 +217,7 @@ def newest(connection: Connection, card: ModelCard) -> list[Made]:
                 g.cache_result::text AS result, g.k1, g.k2, g.steps_total, g.tokens_total, g.tokens_computed,
                 coalesce((g.seconds->>'denoise')::float8, 0) AS denoise,
                 (SELECT coalesce(sum(spent::float8), 0) FROM jsonb_each_text(g.seconds) AS s(phase, spent)
-                    WHERE phase NOT IN ('mux', 'upload')) AS held,
+                    WHERE phase NOT IN ('decode', 'mux', 'upload')) AS held,
                 g.seconds_total, g.video_bytes, g.latents_bytes, g.backend->>'device_name' AS device,
                 row_number() OVER (ORDER BY j.finished_at DESC, j.id DESC) AS age
             FROM jobs j JOIN generations g ON g.job_id = j.id JOIN domains d ON d.id = j.domain_id

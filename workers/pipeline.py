@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from chorus_batch.chorus import checkpoint
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
-from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, EngineError, MissingStep, Stopped
+from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
@@ -29,15 +26,12 @@ from chorus_batch.jobs.models import Reuse as RowReuse
 from chorus_batch.jobs.neighbours import Neighbour, is_planned
 from chorus_batch.jobs.parameters import clean_prompt
 from chorus_batch.jobs.storage import StoredObject
+from chorus_batch.workers.failures import INTERNAL, Failure
 from chorus_batch.workers.phases import Phases
-from chorus_batch.workers.publisher import Finished, Publisher, no_object, record_objects
+from chorus_batch.workers.publisher import LOST, Finished, Pictures, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
 
 log = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = "out_of_memory"
-DEVICE_LOST = "device_lost"
-
 
 # Entries that a job tries before it is computed in full. Not all: if the store has lost everything, or is another one,
 # a single job shouldn't empty the cache.
@@ -56,6 +50,7 @@ class Pipeline:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._publisher = Publisher(runtime)
+        self._free_since: float | None = None  # when the last job's denoising ended, if there was work ever since
 
     def claim(self, phases: Phases) -> Claim | None:
         """The next job, or None."""
@@ -67,6 +62,8 @@ class Pipeline:
                 )
             if claim is not None:
                 self._heartbeat.holds(claim)
+            else:
+                self._free_since = None
         return claim
 
     def drain(self) -> bool:
@@ -91,18 +88,14 @@ class Pipeline:
             # No fault of the job: it costs none of its tries.
             self._end(claim)
             raise
-        except (EngineError, ChorusBatchError) as error:
-            self._end(claim, error.code, f"{error}. {error.hint}" if error.hint else str(error), retry=False)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            self._end(claim, OUT_OF_MEMORY, str(error) or "out of memory", retry=True)
-        except torch.AcceleratorError as error:
-            # The device's context is poisoned: whatever this process computed next would be garbage.
-            self._end(claim, DEVICE_LOST, str(error), retry=True)
-            self.drain()
-            os._exit(70)
         except Exception as error:
-            log.exception("job %s", claim.job_id)
-            self._end(claim, "internal", f"{type(error).__name__}: {error}", retry=True)
+            failure = Failure.of(error)
+            if failure.code == INTERNAL:
+                log.exception("job %s", claim.job_id)
+            self._end(claim, failure.code, failure.message, retry=failure.retry)
+            if failure.lost:
+                self.drain()
+                os._exit(LOST)
 
     @property
     def _heartbeat(self):  # type: ignore[no-untyped-def]
@@ -183,16 +176,18 @@ class Pipeline:
             evidence=stores and policy.policy is Policy.chorus,
             should_stop=lambda: self._should_stop(claim),
         )
+        resume = self._checkpoint(claim, phases, notes)
+        idle = None if self._free_since is None else time.perf_counter() - self._free_since
         try:
-            result = run(resume=self._checkpoint(claim, phases, notes))
+            result = run(resume=resume)
         except CheckpointMismatch:
             notes.append("the checkpoint was another generation's: computed from the beginning")
             result = run()
+        finally:
+            self._free_since = time.perf_counter()
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
-        with phases.timed("decode"):
-            frames = loaded.engine.decode(result.latents)
-        return self._finished(claim, phases, loaded, request, result, frames, neighbour, notes)
+        return self._finished(claim, phases, loaded, request, result, neighbour, idle, notes)
 
     def _should_stop(self, claim: Claim) -> bool:
         return self._runtime.stopping.is_set() or self._heartbeat.lost(claim)
@@ -307,8 +302,8 @@ class Pipeline:
         loaded: LoadedModel,
         request: Request,
         result: Result,
-        frames: npt.NDArray[np.uint8],
         neighbour: Neighbour | None,
+        idle: float | None,
         notes: list[str],
     ) -> Finished:
         trace = result.trace
@@ -330,7 +325,7 @@ class Pipeline:
             flops=float(trace.flops_computed),
             peak_memory=trace.peak_memory,
             backend=trace.backend,
-            details=trace.details(),
+            details={**trace.details(), **({"device_idle": round(idle, 4)} if idle is not None else {})},
             notes=tuple(notes),
         )
         with phases.timed("pack"):
@@ -342,8 +337,10 @@ class Pipeline:
         if entry is not None:
             # Read back: a follower must start from the same latents whether it finds them here or in the store.
             self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), _unpacked(entry))
-        judge = partial(loaded.engine.model.judge, request.prompt, frames)
-        return Finished(claim, record, phases, frames, latents, entry, tuple(sorted(result.trajectory)), judge)
+        pictures = Pictures(
+            partial(loaded.engine.decode, result.latents), partial(loaded.engine.model.judge, request.prompt)
+        )
+        return Finished(claim, record, phases, pictures, latents, entry, tuple(sorted(result.trajectory)))
 
 
 def best(claim: Claim, policy: ReusePolicy, request: Request, found: Sequence[Neighbour]) -> Neighbour:

@@ -1,4 +1,4 @@
-"""Publishes results beside the next job's denoising: mux, upload, verify, commit, in this order.
+"""Publishes results beside the next job's denoising: decode, mux, upload, verify, commit, in this order.
 
 Objects are stored and verified before the transaction that makes them visible; a worker that dies between the two
 leaves orphans, never a half-visible result.
@@ -7,6 +7,7 @@ leaves orphans, never a half-visible result.
 from __future__ import annotations
 
 import logging
+import os
 import queue as queues
 import tempfile
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,26 @@ from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown
 from chorus_batch.jobs.storage import StoredObject
+from chorus_batch.workers.failures import Failure
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.runtime import Runtime
 from chorus_batch.workers.video import write_mp4
 
 log = logging.getLogger(__name__)
 
+Frames: TypeAlias = npt.NDArray[np.uint8]  # [F, H, W, 3]
+LOST = 70  # the exit status of a process whose device is lost
+
 PATIENCE = 90.0  # seconds that a finished generation is kept while a server is away, before the job is given back
 WAITING = 2  # finished generations that may wait; a slow store then holds back the next one
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How latents become a video, and which attributes it shows, if one can tell."""
+
+    decode: Callable[[], Frames]
+    judge: Callable[[Frames], Mapping[str, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,10 @@ class Finished:
     claim: Claim
     record: GenerationRecord  # its objects are filled in here
     phases: Phases
-    frames: npt.NDArray[np.uint8] | None = None  # [F, H, W, 3]; None for an exact hit: its objects exist
+    pictures: Pictures | None = None  # None for an exact hit: its objects exist
     latents: bytes = b""
     entry: bytes | None = None
     entry_steps: tuple[int, ...] = ()
-    judge: Callable[[], Mapping[str, bool] | None] | None = None  # which attributes the video shows, if one can tell
 
 
 class Publisher:
@@ -85,9 +97,17 @@ class Publisher:
 
     def _publish(self, finished: Finished) -> None:
         claim, until, pause = finished.claim, time.monotonic() + PATIENCE, 0.5
+        try:
+            video, scores = self._video(finished)
+        except Exception as error:
+            failure = Failure.of(error)
+            self._fail(claim, failure.code, failure.message, retry=failure.retry)
+            if failure.lost:
+                os._exit(LOST)
+            return None
         while True:
             try:
-                self._store_and_commit(finished)
+                self._store_and_commit(finished, video, scores)
                 return self._enforce_limits()
             except ClaimLost as error:
                 log.warning("%s; its result is dropped", error)
@@ -105,13 +125,22 @@ class Publisher:
             except ChorusBatchError as error:
                 return self._fail(claim, error.code, str(error))
 
-    def _store_and_commit(self, finished: Finished) -> None:
+    def _video(self, finished: Finished) -> tuple[bytes, Mapping[str, bool] | None]:
+        """The MP4 file and its scores; nothing for an exact hit."""
+        if finished.pictures is None:
+            return b"", None
+        with finished.phases.timed("decode"):
+            frames = finished.pictures.decode()
+        with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
+            path = Path(folder) / "video.mp4"
+            write_mp4(frames, finished.claim.fps, path)  # reads it back and compares
+            return path.read_bytes(), finished.pictures.judge(frames)
+
+    def _store_and_commit(self, finished: Finished, video: bytes, scores: Mapping[str, bool] | None) -> None:
         claim, record, phases = finished.claim, finished.record, finished.phases
         entry: EntryRecord | None = None
-        if finished.frames is not None:
-            video = self._mux(finished)
-            if finished.judge is not None:
-                record = replace(record, scores=finished.judge())
+        if video:
+            record = replace(record, scores=scores)
             with phases.timed("upload"):
                 put = self._runtime.store.put
                 place = (claim.batch_id, claim.job_id, claim.attempt)
@@ -138,19 +167,12 @@ class Publisher:
         except DependencyDown as error:
             log.warning("%s", error)
 
-    def _mux(self, finished: Finished) -> bytes:
-        assert finished.frames is not None
-        with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
-            path = Path(folder) / "video.mp4"
-            write_mp4(finished.frames, finished.claim.fps, path)  # reads it back and compares
-            return path.read_bytes()
-
-    def _fail(self, claim: Claim, code: str, message: str) -> None:
+    def _fail(self, claim: Claim, code: str, message: str, *, retry: bool = True) -> None:
         log.error("job %s: %s: %s", claim.job_id, code, message)
         limit = self._runtime.settings.max_failures
         try:
             with transaction(self._runtime.database) as connection:
-                queue.fail(connection, claim, code, message, retry=True, max_failures=limit)
+                queue.fail(connection, claim, code, message, retry=retry, max_failures=limit)
         except (ClaimLost, DependencyDown) as error:
             log.warning("job %s: %s", claim.job_id, error)
 

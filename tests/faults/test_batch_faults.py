@@ -19,6 +19,8 @@ import pytest
 import torch
 from minio import Minio
 
+from chorus_batch.chorus.engine import Engine
+from chorus_batch.chorus.errors import NotFinite
 from chorus_batch.jobs import control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.errors import DependencyDown
@@ -668,3 +670,26 @@ def test_a_worker_with_other_weights_is_named(bench: Bench, hire: Hire) -> None:
     (row,) = bench.sql("SELECT error_code, error_message FROM jobs WHERE batch_id = :batch", batch=batch)
     assert row.error_code == "weights"
     assert "submit the batch again" in row.error_message
+
+
+# --- decoding, beside the next job's denoising
+
+
+def test_a_decode_that_fails_ends_its_own_job_only(bench: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, failures = Engine.decode, [MemoryError(), NotFinite("the decoded video holds NaN")]
+
+    def failing(engine: Engine, latents: torch.Tensor) -> object:
+        if failures:
+            raise failures.pop(0)
+        return decode(engine, latents)
+
+    monkeypatch.setattr(Engine, "decode", failing)
+    batch = bench.submit(PROMPTS[:3], cache=CacheMode.off)
+    hire().work()
+    first, second, third = bench.jobs(batch)
+    assert (second.state, second.error_code, bench.attempts(second.id)) == ("failed", "not_finite", ["failed"])
+    assert first.state == third.state == "done"
+    assert bench.attempts(first.id) == ["failed", "done"]  # a full memory may have room at the next try
+    rows = bench.sql("SELECT details->'device_idle' AS idle FROM generations ORDER BY job_id")
+    # Of the worker's first job nobody knows; of one that it took up again while there was work it does.
+    assert [row.idle is not None for row in rows] == [True, True]
