@@ -56,7 +56,8 @@ def _linear(weights: Weights, x: Floats, name: str) -> Floats:
 def _norm(weights: Weights, x: Floats, name: str) -> Floats:
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
-    return centred / np.sqrt(variance + np.float32(1e-12)) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    out: Floats = centred / np.sqrt(variance + np.float32(1e-12)) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return out
 
 
 def _gelu(x: Floats) -> Floats:
