@@ -92,12 +92,17 @@ def unit_rows(vectors: NDArray[Any]) -> FloatArray:
 def make_embedder(setting: str) -> Embedder:
     """The embedder that `settings.embedder` names: `minilm`, `clip:<folder or hub id>`, or `clip` (OpenAI's L/14).
 
-    Imports no torch. Raises SettingsError for another name.
+    Imports no torch. Raises SettingsError for another name, EmbedderUnusable for CLIP where its libraries aren't.
     """
     kind, _, model = setting.partition(":")
     if kind == "minilm" and not model:
         return MiniLMEmbedder()
     if kind == "clip":
+        if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
+            raise EmbedderUnusable(
+                "CLIP needs torch and transformers, which this installation was made without",
+                hint="submit where a worker could run (the worker's image has both), or use CHORUS_EMBEDDER=minilm",
+            )
         return ClipEmbedder(model) if model else ClipEmbedder()
     raise SettingsError(f"embedder is {setting!r}", hint="use minilm or clip:<folder or hub id>")
 
