@@ -3,9 +3,8 @@
 An embedder is anything that follows the `Embedder` protocol. Two ship: MiniLM, whose weights are an ordinary
 dependency, so that a bare machine embeds without any download, and the text tower of CLIP for production.
 
-torch (and for CLIP transformers) is imported when the first prompt is embedded, not before: `space` and `dimension` of
-the default embedder cost nothing. The number of threads is the process's own (`torch.set_num_threads`); nothing here
-changes it.
+MiniLM runs in numpy, so that a producer needs no torch. CLIP imports torch and transformers when the first prompt is
+embedded, not before; the number of threads is the process's own (`torch.set_num_threads`), nothing here changes it.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chorus_batch.jobs import bert
 from chorus_batch.jobs.errors import ChorusBatchError, InputRejected, SettingsError
 from chorus_batch.jobs.processors import side_by_side
 
-if TYPE_CHECKING:
-    import torch
-
 FloatArray: TypeAlias = NDArray[np.float32]
-Forward: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
+# Ids [batch, tokens] and where they aren't padding -> weighted sums [batch, dimension], their weights [batch, 1].
+Forward: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.bool_]], tuple[FloatArray, FloatArray]]
 Pooled: TypeAlias = tuple[FloatArray, FloatArray]  # sums [batch, dimension] and weights [batch, 1]
 
 _CHUNK = 8192  # distinct prompts whose tokens are held at once
@@ -96,12 +94,17 @@ def unit_rows(vectors: NDArray[Any]) -> FloatArray:
 def make_embedder(setting: str) -> Embedder:
     """The embedder that `settings.embedder` names: `minilm`, `clip:<folder or hub id>`, or `clip` (OpenAI's L/14).
 
-    Imports no torch. Raises SettingsError for another name.
+    Imports no torch. Raises SettingsError for another name, EmbedderUnusable for CLIP where its libraries aren't.
     """
     kind, _, model = setting.partition(":")
     if kind == "minilm" and not model:
         return MiniLMEmbedder()
     if kind == "clip":
+        if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
+            raise EmbedderUnusable(
+                "CLIP needs torch and transformers, which this installation was made without",
+                hint="submit where a worker could run (the worker's image has both), or use CHORUS_EMBEDDER=minilm",
+            )
         return ClipEmbedder(model) if model else ClipEmbedder()
     raise SettingsError(f"embedder is {setting!r}", hint="use minilm or clip:<folder or hub id>")
 
@@ -133,19 +136,18 @@ class MiniLMEmbedder:
         def tokenize(texts: list[str]) -> list[list[int]]:
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-        def forward(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = _bert(weights, ids, mask)
-            kept = mask.unsqueeze(-1)
-            return (hidden * kept).sum(1), kept.sum(1)
+        def forward(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+            kept = mask[:, :, None].astype(np.float32)
+            return (bert.last_layer(weights, ids, mask, _BERT_LAYERS, _BERT_HEADS) * kept).sum(1), kept.sum(1)
 
         return _pooled(prompts, tokenize, forward, self.window, (begin, end), 0, self.dimension)
 
     @cached_property
-    def _loaded(self) -> tuple[dict[str, torch.Tensor], Any]:
+    def _loaded(self) -> tuple[dict[str, FloatArray], Any]:
         folder = self._folder or _package_folder()
         weights = folder / "model.safetensors"
         self._check(weights)
-        from safetensors.torch import load_file
+        from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
         try:
@@ -207,12 +209,21 @@ class ClipEmbedder:
             ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
-        def forward(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            vectors = model(input_ids=ids, attention_mask=mask).text_embeds
-            tokens = mask.sum(1, keepdim=True)
-            return vectors / vectors.norm(dim=1, keepdim=True) * tokens, tokens
+        import torch
 
-        return _pooled(prompts, tokenize, forward, self._window, ends, padding, self.dimension)
+        def forward(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+            with torch.inference_mode():
+                inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask).long()}
+                vectors = model(**inputs).text_embeds.numpy()
+            tokens = mask.sum(1, keepdims=True, dtype=np.float32)
+            return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) * tokens, tokens
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # for every batch has one of its own
+        try:
+            return _pooled(prompts, tokenize, forward, self._window, ends, padding, self.dimension)
+        finally:
+            torch.set_num_threads(threads)
 
     @cached_property
     def _folder(self) -> Path:
@@ -279,8 +290,7 @@ def _pooled(
 ) -> FloatArray:
     """Embed prompts of any length, each distinct one once; windows of equal length share a forward pass.
 
-    `forward` maps ids and mask [batch, tokens] to weighted sums [batch, dimension] and their weights [batch, 1]; a
-    prompt's vector is the sum over its windows divided by the weights, normalized.
+    A prompt's vector is the sum over its windows divided by their weights, normalized.
     """
     places: dict[str, int] = {}
     where = np.fromiter((places.setdefault(prompt, len(places)) for prompt in prompts), np.int64, len(prompts))
@@ -308,64 +318,22 @@ def _pooled(
 
 def _forwarded(batches: Sequence[list[tuple[int, list[int]]]], forward: Forward, padding: int) -> list[Pooled]:
     """What `forward` makes of each batch of windows, padded to the longest; on all processors."""
-    import torch
-
     found: dict[int, Pooled] = {}
 
     def run(place: int) -> None:
         batch = batches[place]
         longest = len(batch[-1][1])
-        ids = torch.full((len(batch), longest), padding, dtype=torch.long)
-        mask = torch.zeros((len(batch), longest), dtype=torch.long)
+        ids = np.full((len(batch), longest), padding, np.int64)
+        mask = np.zeros((len(batch), longest), np.bool_)
         for row, (_, tokens) in enumerate(batch):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        with torch.inference_mode():
-            part, weight = forward(ids, mask)
-        found[place] = part.numpy(), weight.numpy().astype(np.float32)
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = True
+        found[place] = forward(ids, mask)
 
     # A thread for every batch, as the threads of one product wait for each other while another program has a processor
     # (measured on two cores that others used too: 16 prompts a second instead of 31).
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        side_by_side(run, reversed(range(len(batches))))  # the longest first, so that all end together
-    finally:
-        torch.set_num_threads(threads)
+    side_by_side(run, reversed(range(len(batches))))  # the longest first, so that all end together
     return [found[place] for place in range(len(batches))]
-
-
-def _bert(weights: dict[str, torch.Tensor], ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The last layer of MiniLM's BERT: ids, mask [batch, tokens] -> [batch, tokens, 384].
-
-    Written out because importing transformers' BertModel takes longer than importing torch, and every `submit` would
-    pay for it (16 s to the first vector instead of 6, measured on two busy cores).
-    """
-    from torch.nn import functional as f
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return f.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return f.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-12)
-
-    batch, tokens = ids.shape
-    # All rows full (batches are sorted by length): no mask, which is faster.
-    kept = None if bool(mask.all()) else mask.bool()[:, None, None, :]
-    table = "embeddings.{}_embeddings.weight".format
-    x = weights[table("word")][ids] + weights[table("position")][:tokens] + weights[table("token_type")][0]
-    x = norm(x, "embeddings.LayerNorm")
-    for layer in range(_BERT_LAYERS):
-        name = f"encoder.layer.{layer}"
-        q, k, v = (
-            linear(x, f"{name}.attention.self.{part}").view(batch, tokens, _BERT_HEADS, -1).transpose(1, 2)
-            for part in ("query", "key", "value")
-        )
-        seen = f.scaled_dot_product_attention(q, k, v, attn_mask=kept).transpose(1, 2).reshape(batch, tokens, -1)
-        x = norm(x + linear(seen, f"{name}.attention.output.dense"), f"{name}.attention.output.LayerNorm")
-        wide = f.gelu(linear(x, f"{name}.intermediate.dense"))
-        x = norm(x + linear(wide, f"{name}.output.dense"), f"{name}.output.LayerNorm")
-    return x
 
 
 def _batches(windows: list[tuple[int, list[int]]]) -> Iterator[list[tuple[int, list[int]]]]:
