@@ -94,7 +94,7 @@ def _embedder(settings: Settings) -> Finding:
 def _model(settings: Settings) -> Finding:
     from chorus_batch.jobs.cards.card import load_card
 
-    card = load_card(settings.model)
+    card = load_card(settings.model, settings.models_folder)
     return Finding("model", True, f"{card.name}, weights {card.fingerprint[:12]}")
 
 

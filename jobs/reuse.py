@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def slots_of(
     known = sorted({kind for parameters in domains for kind in known_kinds(card, parameters)})
     if not known:
         return None, ()
-    found, slots = templates.find(prompts, known, kinds)
+    found, slots = templates.find(prompts, known, partial(kinds, synonyms=card.synonyms))
     notes = tuple(
         Note(
             kind="template",

@@ -15,7 +15,14 @@ import torch
 from chorus_batch.chorus import checkpoint
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
-from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, EngineError, MissingStep, Stopped
+from chorus_batch.chorus.errors import (
+    CheckpointMismatch,
+    CorruptLatents,
+    EngineError,
+    MissingStep,
+    OutOfMemory,
+    Stopped,
+)
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
@@ -35,7 +42,7 @@ from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = "out_of_memory"
+OUT_OF_MEMORY = OutOfMemory.code
 DEVICE_LOST = "device_lost"
 
 
@@ -92,7 +99,8 @@ class Pipeline:
             self._end(claim)
             raise
         except (EngineError, ChorusBatchError) as error:
-            self._end(claim, error.code, f"{error}. {error.hint}" if error.hint else str(error), retry=False)
+            message = f"{error}. {error.hint}" if error.hint else str(error)
+            self._end(claim, error.code, message, retry=error.code == OUT_OF_MEMORY)  # another device may have room
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._end(claim, OUT_OF_MEMORY, str(error) or "out of memory", retry=True)
         except torch.AcceleratorError as error:
