@@ -94,7 +94,7 @@ def test_a_card_that_was_written_anew_is_followed(
 def test_a_lora_of_another_model_is_refused(settings: Settings, folder: Path, tmp_path: Path) -> None:
     lora = shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", tmp_path / "lora.safetensors")
     card = registry.add(settings, Asked("tiny", str(folder), lora=lora, dtype="float32"))
-    with pytest.raises(WeightsError, match="keys of the LoRA .* fit nothing"):
+    with pytest.raises(WeightsError, match=r"keys of the LoRA .* fit nothing"):
         load_engine(card, settings, "cpu")
 
 
