@@ -116,12 +116,15 @@ class WanModel:
 def _usable(dtype: str, device: str) -> torch.dtype:
     if dtype not in DTYPES:
         raise UnsupportedSettings(f"a Wan model can't be run in {dtype}", hint=f"use {' or '.join(DTYPES)}")
-    if dtype == "bfloat16" and device.startswith("cuda"):
-        with torch.cuda.device(device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise UnsupportedSettings(
-                    f"{torch.cuda.get_device_name()} has no bfloat16", hint="add the model with --dtype float32"
-                )
+    if (
+        dtype == "bfloat16"
+        and device.startswith("cuda")
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise UnsupportedSettings(
+            f"{torch.cuda.get_device_name()} has no bfloat16",
+            hint="add the model anew: chorus-batch model add ... --dtype fp32 --replace",
+        )
     return DTYPES[dtype]
 
 

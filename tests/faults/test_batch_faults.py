@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 import torch
 from minio import Minio
 
+from chorus_batch.chorus.errors import OutOfMemory
 from chorus_batch.jobs import control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.errors import DependencyDown
@@ -26,6 +28,7 @@ from chorus_batch.jobs.local import profile as local
 from chorus_batch.jobs.local.process import Process
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.settings import Settings
+from chorus_batch.workers import models
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.reconciler import Reconciler
 from tests.faults.bench import PASSES, PROMPTS, STEPS, Bench, Worker, hiring, signalled, until
@@ -668,3 +671,29 @@ def test_a_worker_with_other_weights_is_named(bench: Bench, hire: Hire) -> None:
     (row,) = bench.sql("SELECT error_code, error_message FROM jobs WHERE batch_id = :batch", batch=batch)
     assert row.error_code == "weights"
     assert "submit the batch again" in row.error_message
+
+
+def test_a_model_that_finds_no_room_costs_a_try_and_keeps_no_claim(
+    bench: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.submit(PROMPTS[:1])
+    load, tries = models.load_engine, []
+
+    def crowded(*given: Any) -> Any:
+        tries.append(given)
+        if len(tries) == 1:
+            raise OutOfMemory("cpu has no room", hint="free the device")
+        return load(*given)
+
+    monkeypatch.setattr(models, "load_engine", crowded)
+    worker = hire()
+    claim = worker.pipeline.claim(Phases())
+    assert claim is not None
+    worker.pipeline.run(claim, Phases())
+    (job,) = bench.jobs(batch)
+    assert (job.state, bench.attempts(job.id)) == ("ready", ["failed"])
+    assert bench.sql("SELECT error_code FROM attempts") == [("out_of_memory",)]
+    assert bench.sql("SELECT FROM queue WHERE worker_id IS NOT NULL") == []
+    worker.start()
+    bench.finish(batch)
+    assert bench.attempts(job.id) == ["failed", "done"]

@@ -376,6 +376,26 @@ def test_an_unsupported_dtype_is_named(wan_folder: Path, dtype: str) -> None:
     assert "bfloat16 or float32" in refused.value.hint
 
 
+def test_a_card_without_bfloat16_is_named(wan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
+    with pytest.raises(UnsupportedSettings, match="an old one has no bfloat16") as refused:
+        WanModel("tiny-wan", WanSource(wan_folder, FINGERPRINT), "cuda")
+    assert "--dtype fp32" in refused.value.hint
+
+
+@pytest.mark.parametrize("names", [{"shared.weight"}, {"encoder.embed_tokens.weight"}])
+def test_the_words_table_has_two_names(copy: Path, model: WanModel, names: set[str]) -> None:
+    """Releases hold it under one of them, or both."""
+    path = copy / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors.pop("shared.weight")
+    for each in (names, {"shared.weight", "encoder.embed_tokens.weight"}):
+        save_file(tensors | {name: table.clone() for name in each}, path)
+        with torch.inference_mode():
+            assert torch.equal(loaded(copy).encode("a red fox"), model.encode("a red fox"))
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_running_out_of_memory_while_loading_keeps_nothing(
     wan_folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]

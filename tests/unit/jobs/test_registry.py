@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from chorus_batch.chorus import fingerprint
-from chorus_batch.jobs import hub, registry, weights
+from chorus_batch.jobs import doctor, hub, registry, weights
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.checksums import Checksums, combine
 from chorus_batch.jobs.errors import Conflict, DependencyDown, SettingsError, UsageError, WeightsRejected
@@ -167,6 +168,16 @@ def test_weights_may_lie_elsewhere_on_another_host(settings: Settings, folder: P
     assert registry.verify(other, "tiny").fingerprint == card.fingerprint
     with pytest.raises(WeightsRejected, match="there is no folder"):
         registry.verify(settings, "tiny")
+
+
+def test_the_doctor_says_whether_this_host_can_run_the_model(settings: Settings, folder: Path) -> None:
+    registry.add(settings, Asked("tiny", str(folder)))
+    chosen = replace(settings, model="tiny")
+    assert doctor._model(chosen).ok
+    (folder / TRANSFORMER).unlink()
+    found = doctor._model(chosen)
+    assert (found.ok, found.hint) == (None, weights.FETCH)
+    assert "tiny can't be run on this host" in found.detail
 
 
 def test_a_name_is_taken_once(settings: Settings, folder: Path) -> None:
