@@ -24,6 +24,8 @@ from chorus_batch.chorus.errors import NoOffsets, OutOfMemory, UnsupportedSettin
 from chorus_batch.chorus.request import Request
 from chorus_batch.chorus.schedule import make_scheduler
 from chorus_batch.chorus.wan_model import WanModel, WanSource
+from chorus_batch.chorus.wan_text import WanText
+from chorus_batch.jobs.ingest.tokens import TokenCounter
 from chorus_batch.jobs.parameters import clean_prompt
 
 # Cleaning it twice gives another text than cleaning it once.
@@ -394,6 +396,21 @@ def test_the_words_table_has_two_names(copy: Path, model: WanModel, names: set[s
         save_file(tensors | {name: table.clone() for name in each}, path)
         with torch.inference_mode():
             assert torch.equal(loaded(copy).encode("a red fox"), model.encode("a red fox"))
+
+
+@pytest.mark.parametrize("named", ["T5Tokenizer", "T5TokenizerFast"])
+def test_released_folders_name_t5s_tokenizer(copy: Path, model: WanModel, named: str) -> None:
+    """Which transformers builds anew from the file: the same tokens, and places that leave out the space before."""
+    _config(copy / "tokenizer" / "tokenizer_config.json", tokenizer_class=named, extra_ids=0, backend=None)
+    text = "a red fox moves"
+    other = WanText(copy, "cpu", torch.float32)
+    assert other.token_offsets(text) == [(0, 1), (2, 5), (6, 9), (10, 15), (0, 0)]
+    with torch.inference_mode():
+        assert torch.equal(other.encode(text), model.encode(text))
+    # What the producer counts with is the file itself.
+    for prompt in (text, clean_prompt(RAW)):
+        over = TokenCounter(str(copy / "tokenizer" / "tokenizer.json")).over([prompt], 1)
+        assert over == {0: other.count_tokens(prompt)} == {0: model.count_tokens(prompt)}
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
