@@ -37,7 +37,7 @@ def load_transformer(
 
 
 def load_codec(folder: Path, device: str) -> Any:
-    """An AutoencoderKLWan in evaluation mode, in float32: in half precision its colours band. Raises WeightsError."""
+    """An AutoencoderKLWan in evaluation mode, in float32, as diffusers advises. Raises WeightsError."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
     model = load_component(AutoencoderKLWan, folder, torch.float32)
