@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .errors import UnsupportedSettings
 
-SCHEDULERS = ("euler", "unipc")
+SCHEDULERS = ("euler", "unipc", "dpm++")
 STEP_CACHES = ("none", "teacache", "magcache", "taylorseer", "pab", "fastercache", "fbcache", "seacache")
 # Below, consecutive steps differ too much for one to stand in for another.
 LEAST_CACHED_STEPS = 10

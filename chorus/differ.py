@@ -51,8 +51,6 @@ SCOPES: Mapping[Kind, Scope] = MappingProxyType(
         Kind.several: Scope.everything,
     }
 )
-# Plane shapes and what a caption may call them as well.
-SHAPE_SYNONYMS = (("circle", "disc", "disk", "ball"), ("square", "box"), ("ring", "hoop"))
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,13 @@ class LexicalSettings:
     """What calibration may change.
 
     Where more than the share `most` of the terms of both prompts together differs, and at least `few` terms, the kind
-    is several. `synonyms` mean the same beyond what the lexicon holds.
+    is several. `synonyms` mean the same beyond what the lexicon holds: in the world of one model a disc is a ball.
     """
 
     scopes: Mapping[Kind, Scope] = field(default_factory=lambda: SCOPES)
     most: float = 0.7
     few: int = 4
-    synonyms: tuple[tuple[str, ...], ...] = SHAPE_SYNONYMS
+    synonyms: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for a kind without scope and for shares outside 0..1."""

@@ -30,6 +30,12 @@ class WeightsError(EngineError):
     code = "weights"
 
 
+class OutOfMemory(EngineError):
+    """The device has no room for the model; what was loaded of it is given back."""
+
+    code = "out_of_memory"
+
+
 class UnsupportedSettings(EngineError):
     """The model can't make a video of this size, length or schedule."""
 

@@ -12,7 +12,10 @@ from .config import GenerationSettings
 
 
 class VideoModel(Protocol):
-    """A text-to-video model: a Wan transformer of diffusers with its text encoder and latent codec."""
+    """A text-to-video model: a Wan transformer of diffusers with its text encoder and latent codec.
+
+    Texts come cleaned as diffusers cleans them (jobs' `clean_prompt`), and aren't cleaned again: twice isn't once.
+    """
 
     name: str
     fingerprint: str

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from chorus_batch.jobs.errors import ChorusBatchError
+from chorus_batch.jobs.errors import ChorusBatchError, WeightsRejected
 from chorus_batch.jobs.settings import Settings
 
 LEAST_FREE = 2 << 30  # bytes on the disk of the data folder
@@ -92,9 +92,16 @@ def _embedder(settings: Settings) -> Finding:
 
 
 def _model(settings: Settings) -> Finding:
+    from chorus_batch.jobs import weights
     from chorus_batch.jobs.cards.card import load_card
 
-    card = load_card(settings.model)
+    card = load_card(settings.model, settings.models_folder)
+    if card.weights is not None:
+        try:
+            weights.files_of(weights.locate(card.weights, settings.models_folder))
+        except WeightsRejected as error:
+            # No fault of a host that submits batches and runs none.
+            return Finding("model", None, f"{card.name} can't be run on this host: {error}", error.hint)
     return Finding("model", True, f"{card.name}, weights {card.fingerprint[:12]}")
 
 

@@ -33,6 +33,13 @@ class InputRejected(ChorusBatchError):
     exit_code = 3
 
 
+class WeightsRejected(ChorusBatchError):
+    """A model's files are missing, cut short, of another model, or not those that its card names."""
+
+    code = "weights"
+    exit_code = 3
+
+
 class NotFound(ChorusBatchError):
     """A batch, job or cache entry of that name doesn't exist."""
 

@@ -15,13 +15,16 @@ log = logging.getLogger(__name__)
 ASKED = 5_000  # pairs, in a second or two; the kinds of more are drawn from theirs
 
 
-def kinds(pairs: Sequence[tuple[str, str]]) -> list[str | None]:
+Synonyms = Sequence[Sequence[str]]
+
+
+def kinds(pairs: Sequence[tuple[str, str]], synonyms: Synonyms = ()) -> list[str | None]:
     """The kind of each difference, as `parts` has it first."""
-    return [each[0] if each else None for each in parts(pairs)]
+    return [each[0] if each else None for each in parts(pairs, synonyms)]
 
 
-def parts(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """The kinds of each (source, target), by the lexical differ; none where it can't be asked.
+def parts(pairs: Sequence[tuple[str, str]], synonyms: Synonyms = ()) -> list[tuple[str, ...]]:
+    """The kinds of each (source, target), by the lexical differ with the model's synonyms; none where it isn't there.
 
     The first is the difference's own kind; where that is "several" those that it consists of follow it. Of more than
     ASKED pairs a sample is asked, and the others are given kinds at the sample's rates: their sum is a good forecast, a
@@ -34,7 +37,7 @@ def parts(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
     if len(pairs) > ASKED:
         asked = np.sort(rng.choice(len(pairs), ASKED, replace=False))
     lines = "".join(json.dumps(pairs[index]) + "\n" for index in asked.tolist())
-    command = [sys.executable, "-m", "chorus_batch.workers.kinds"]
+    command = [sys.executable, "-m", "chorus_batch.workers.kinds", json.dumps(synonyms)]
     done = subprocess.run(command, check=False, input=lines, capture_output=True, text=True, encoding="utf-8")
     told = [tuple(line.split()) for line in done.stdout.splitlines()]
     if done.returncode or len(told) != len(asked):

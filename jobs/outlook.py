@@ -132,8 +132,8 @@ def of_batch(settings: Settings, engine: Engine, batch_id: int, terms: Terms) ->
 
 def _card(settings: Settings, domain: DomainRecord) -> ModelCard:
     # A batch of an older card keeps its weights' traces; boundaries are the card's of today, as the workers'.
-    mine = load_card(settings.model)
-    card = mine if mine.name == domain.model else load_card(domain.model)
+    mine = load_card(settings.model, settings.models_folder)
+    card = mine if mine.name == domain.model else load_card(domain.model, settings.models_folder)
     return replace(card, fingerprint=domain.fingerprint, dtype=domain.dtype)
 
 
@@ -192,7 +192,7 @@ def _depths(settings: Settings, cards: Sequence[ModelCard], rows: Planned) -> De
         if card.kinds and parameters.policy == "chorus" and settings.differ == "lexical":
             pairs = [(rows.origin(row), rows.target(row)) for row in follows.tolist()]
             pairs += [(rows.target(int(rows.plan.fallback[row])), rows.target(row)) for row in second.tolist()]
-            told = parts(pairs)
+            told = parts(pairs, card.synonyms)
             asked, other = told[: len(follows)], told[len(follows) :]
         found.put(follows, depths(card, parameters, rows.plan.similarity[follows], asked))
         found.widen(second, depths(card, parameters, rows.plan.similarity[second], other))

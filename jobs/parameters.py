@@ -94,7 +94,7 @@ def domain_key(parameters: Parameters, card: ModelCard, embedder_space: str) -> 
         "negative_prompt": unicodedata.normalize("NFC", parameters.negative_prompt),
         "fingerprint": card.fingerprint,
         "dtype": card.dtype,
-        "loras": [],
+        "loras": [],  # one that belongs to a model is part of its fingerprint
         "embedder": embedder_space,
         "engine": ENGINE_VERSION,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from chorus_batch.jobs import templates
 from chorus_batch.jobs.cards.card import Boundary, ModelCard
@@ -59,7 +60,9 @@ def slots_of(
     `vectors`: the prompts' unit embeddings [n, d].
     """
     known = sorted({kind for parameters in domains for kind in known_kinds(card, parameters)})
-    found, slots = templates.find(prompts, known, kinds if known else _nobody_knows, cached)
+    found, slots = templates.find(
+        prompts, known, partial(kinds, synonyms=card.synonyms) if known else _nobody_knows, cached
+    )
     if slots is None:
         return None, ()
     slots = slots.calibrated(vectors)

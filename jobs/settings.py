@@ -43,6 +43,7 @@ class Settings:
     s3_timeout: float = 30.0  # seconds for one request
     # What is run.
     model: str = "builtin"
+    models_dir: str = ""  # of added models' cards, and of weights that aren't where a card says; see models_folder
     embedder: str = "minilm"  # minilm | clip:<folder or hub id>
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
@@ -84,6 +85,11 @@ class Settings:
             raise SettingsError(f"max_wait is {self.max_wait}", hint="use a number of seconds from 0 to 1e9")
         if not 0.0 <= self.min_similarity <= 1.0:
             raise SettingsError(f"min_similarity is {self.min_similarity}", hint="use a cosine similarity from 0 to 1")
+
+    @property
+    def models_folder(self) -> Path:
+        """Where the cards of added models are: `models_dir`, or `models` in the data folder."""
+        return Path(self.models_dir).expanduser() if self.models_dir else self.data_dir / "models"
 
     def with_addresses(self, **addresses: str) -> Settings:
         """These settings with server addresses filled in."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from chorus_batch.chorus.errors import EngineError
+from chorus_batch.chorus.errors import EngineError, OutOfMemory
 from chorus_batch.jobs.errors import ChorusBatchError
 
-OUT_OF_MEMORY = "out_of_memory"
+OUT_OF_MEMORY = OutOfMemory.code
 DEVICE_LOST = "device_lost"
 INTERNAL = "internal"
 
@@ -27,7 +27,8 @@ class Failure:
     def of(cls, error: Exception) -> Failure:
         """Named errors come again with the same input; a full memory or a lost device may not."""
         if isinstance(error, (EngineError, ChorusBatchError)):
-            return cls(error.code, f"{error}. {error.hint}" if error.hint else str(error), retry=False)
+            message = f"{error}. {error.hint}" if error.hint else str(error)
+            return cls(error.code, message, retry=isinstance(error, OutOfMemory))  # another device may have room
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return cls(OUT_OF_MEMORY, str(error) or "out of memory", retry=True)
         if isinstance(error, torch.AcceleratorError):

@@ -15,6 +15,7 @@ import sqlalchemy
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import connect
+from chorus_batch.jobs.errors import WeightsRejected
 from chorus_batch.jobs.neighbours import NeighbourSearch
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore
@@ -137,25 +138,33 @@ class Runtime:
         threading.Thread(target=load, name="preload", daemon=True).start()
 
     def model(self, domain: DomainRecord) -> LoadedModel:
-        """The model of a domain, loaded once. Raises EngineError if its weights aren't those that were planned with."""
-        from chorus_batch.chorus.engine import Engine
-        from chorus_batch.chorus.errors import WeightsError
-        from chorus_batch.chorus.policy import Policy
+        """The model of a domain, loaded once; a model with weights of its own takes the others' place.
 
-        if domain.model not in self._models:
-            card = load_card(domain.model)
-            engine = Engine.load(domain.model, device=self._device(), threads=self.settings.threads)
-            engine.use_attention(self.settings.attention_backend or None)
-            differ = make_differ(self.settings.differ)
-            policies = {policy.value: reuse_policy(card, policy, differ) for policy in Policy}
-            self._models[domain.model] = LoadedModel(engine, policies)
-        loaded = self._models[domain.model]
-        if loaded.engine.fingerprint != domain.fingerprint:
-            raise WeightsError(
+        Raises WeightsRejected if its weights aren't those that were planned with, EngineError if they can't be used.
+        """
+        loaded = self._models.get(domain.model)
+        if loaded is None or loaded.engine.fingerprint != domain.fingerprint:
+            loaded = self._models[domain.model] = self._load(domain)
+        return loaded
+
+    def _load(self, domain: DomainRecord) -> LoadedModel:
+        from chorus_batch.chorus.policy import Policy
+        from chorus_batch.workers.models import load_engine
+
+        card = load_card(domain.model, self.settings.models_folder)
+        if card.fingerprint != domain.fingerprint:
+            # Before anything is loaded.
+            raise WeightsRejected(
                 f"the weights of {domain.model!r} here are not those that the job was planned with",
                 hint="submit the batch again, or give this worker the same version of the weights",
             )
-        return loaded
+        if card.weights is not None:
+            # A device seldom has room for two.
+            self._models.clear()
+        engine = load_engine(card, self.settings, self._device())
+        quick = lexical_differ(card)
+        differ = make_differ(self.settings.differ, quick)
+        return LoadedModel(engine, {policy.value: reuse_policy(card, policy, differ, quick) for policy in Policy})
 
     def _device(self) -> str:
         if self.settings.device != "auto":
@@ -165,19 +174,24 @@ class Runtime:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_differ(name: str) -> Differ:
-    """The differ that the settings name: lexical, or llm:FOLDER."""
-    from chorus_batch.chorus.differ import LexicalDiffer
+def lexical_differ(card: ModelCard) -> Differ:
+    """Compares by words, with the model's own synonyms."""
+    from chorus_batch.chorus.differ import LexicalDiffer, LexicalSettings
 
+    return LexicalDiffer(LexicalSettings(synonyms=card.synonyms))
+
+
+def make_differ(name: str, lexical: Differ) -> Differ:
+    """The differ that the settings name: the lexical one, or llm:FOLDER, which falls back on it."""
     if name == "lexical":
-        return LexicalDiffer()
+        return lexical
     from chorus_batch.chorus.llm_differ import LlmDiffer
 
-    return LlmDiffer(name.removeprefix("llm:"))
+    return LlmDiffer(name.removeprefix("llm:"), lexical)
 
 
-def reuse_policy(card: ModelCard, policy: Policy, differ: Differ) -> ReusePolicy:
-    """How a model's latents are reused under a policy, by its card."""
+def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ) -> ReusePolicy:
+    """How a model's latents are reused under a policy, by its card; `quick` ranks sources."""
     from chorus_batch.chorus.gains import Gains
     from chorus_batch.chorus.policy import ReusePolicy
     from chorus_batch.chorus.regions import RegionSettings
@@ -194,4 +208,5 @@ def reuse_policy(card: ModelCard, policy: Policy, differ: Differ) -> ReusePolicy
         differ,
         EvidenceSegmenter(),
         {kind: Gains(**gains, tau=tau) for kind, gains in card.kind_gains.items()},
+        quick,
     )

@@ -13,8 +13,10 @@ from typing import Any
 
 from chorus_batch.jobs.errors import SettingsError
 from chorus_batch.jobs.parameters import Parameters
+from chorus_batch.jobs.weights import Weights
 
 CARDS = Path(__file__).parent
+DTYPES = ("bfloat16", "float32")  # of a transformer; half precision overflows in Wan's text encoder
 
 Boundary = tuple[float, int, int]  # (m_from, k1, k2): README, "Method"
 
@@ -46,8 +48,13 @@ class ModelCard:
     gains: Mapping[str, float] = field(default_factory=lambda: dict(NO_GAIN))  # all of NO_GAIN's names
     kind_gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # the same by kind of difference
     regions: Mapping[str, float] = field(default_factory=dict)  # RADII and LARGEST_SHARE; empty: the engine's own
+    # Words that mean the same in prompts for this model alone: in the built-in world a ball is a circle.
+    synonyms: tuple[tuple[str, ...], ...] = ()
+    weights: Weights | None = None  # where they lie; None: they come with the program
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise SettingsError(f"model card {self.name!r}: dtype is {self.dtype!r}", hint=f"use {' or '.join(DTYPES)}")
         if not re.fullmatch("[0-9a-f]{64}", self.fingerprint):
             raise SettingsError(f"model card {self.name!r}: fingerprint isn't a sha256 in hexadecimal")
         if self.size_multiple < 1 or self.max_prompt_tokens < 1:
@@ -112,17 +119,23 @@ class ModelCard:
         return min((rows[0][0] for tables in every for rows in tables.values() if rows), default=2.0)
 
 
-def load_card(name: str) -> ModelCard:
+def known_cards(models: Path | None = None) -> dict[str, Path]:
+    """The files of cards by name: those of the program, and those in the folder `models`."""
+    added = {file.stem: file for file in models.glob("*.json")} if models is not None else {}
+    return {**added, **{file.stem: file for file in CARDS.glob("*.json")}}
+
+
+def load_card(name: str, models: Path | None = None) -> ModelCard:
     """The card of that name, or in the JSON file of that path. Raises SettingsError."""
-    known = {file.stem: file for file in CARDS.glob("*.json")}
+    known = known_cards(models)
     if name not in known and not name.endswith(".json"):
         raise SettingsError(
             f"there is no model named {name!r}",
-            hint=f"known models: {', '.join(sorted(known))}, or a card's .json file",
+            hint=f"known models: {', '.join(sorted(known))}; add one: chorus-batch model add; or name a card's .json",
         )
     path = known.get(name) or Path(name)
     try:
-        card = _card(json.loads(path.read_text(encoding="utf-8")))
+        card = _card(json.loads(path.read_text(encoding="utf-8")), path.parent)
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}", hint="check the model's name") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -130,13 +143,15 @@ def load_card(name: str) -> ModelCard:
     return card
 
 
-def _card(table: dict[str, Any]) -> ModelCard:
+def _card(table: dict[str, Any], folder: Path) -> ModelCard:
     unknown = set(table) - {field.name for field in fields(ModelCard)}
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}")
     return ModelCard(
         **{
             **table,
+            # A tokenizer may lie beside its card, and is named without a folder then.
+            "tokenizer": table["tokenizer"] if ":" in table["tokenizer"] else str(folder / table["tokenizer"]),
             "defaults": Parameters(model=table["name"], **table["defaults"]),
             "allowed_sizes": tuple((int(width), int(height)) for width, height in table["allowed_sizes"]),
             "allowed_frames": tuple(table["allowed_frames"]),
@@ -146,6 +161,8 @@ def _card(table: dict[str, Any]) -> ModelCard:
             "gains": _floats(table.get("gains", NO_GAIN)),
             "kind_gains": {kind: _floats(gains) for kind, gains in table.get("kind_gains", {}).items()},
             "regions": {name: _number(value) for name, value in table.get("regions", {}).items()},
+            "synonyms": tuple(tuple(map(str, group)) for group in table.get("synonyms", ())),
+            "weights": Weights(**table["weights"]) if table.get("weights") else None,
         }
     )
 

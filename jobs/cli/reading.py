@@ -48,7 +48,7 @@ def ingest_options(session: Session, options: Mapping[str, Any], *, truncate: bo
     from chorus_batch.jobs.ingest.rows import IngestOptions, parse_pairs
 
     return IngestOptions(
-        card=load_card(session.asked.model),
+        card=load_card(session.asked.model, session.asked.models_folder),
         format=options["format_"],
         encoding=options["encoding"],
         mapping=parse_pairs("--map", options["mapping"]),

@@ -22,7 +22,6 @@ from chorus_batch.chorus.attention import Gain
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.cost import split_flops
 from chorus_batch.chorus.denoise import Guidance, Walk, denoise
-from chorus_batch.chorus.differ import LexicalDiffer
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.network import Network
@@ -30,7 +29,7 @@ from chorus_batch.chorus.policy import Policy
 from chorus_batch.chorus.request import Request, Reuse
 from chorus_batch.chorus.schedule import make_scheduler, noise_levels
 from chorus_batch.jobs.cards.card import load_card
-from chorus_batch.workers.runtime import reuse_policy
+from chorus_batch.workers.runtime import lexical_differ, reuse_policy
 
 SHARES = (0.25, 0.38, 0.5, 0.75, 1.0)
 GRID = (5, 20, 24)  # 2,400 tokens
@@ -120,7 +119,9 @@ def storage(engine: Engine) -> list[dict[str, Any]]:
     """Bytes of an entry and the error of what comes back, relative to the latents' spread; 20 steps."""
     settings = GenerationSettings(64, 64, 9, 8, 20, 2.5, 3.0)
     request, every = Request(PROMPT, 5, settings, "domain"), frozenset(range(1, 21))
-    kept = reuse_policy(load_card("builtin"), Policy.chorus, LexicalDiffer()).kept_steps(settings)
+    card = load_card("builtin")
+    differ = lexical_differ(card)
+    kept = reuse_policy(card, Policy.chorus, differ, differ).kept_steps(settings)
     source = engine.generate(request, keep=every, evidence=True)
     some = {k: x for k, x in source.trajectory.items() if k in kept}
     baseline = len(pack(source.trajectory, {}))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -20,7 +21,7 @@ import torch
 from minio import Minio
 
 from chorus_batch.chorus.engine import Engine
-from chorus_batch.chorus.errors import NotFinite
+from chorus_batch.chorus.errors import NotFinite, OutOfMemory
 from chorus_batch.jobs import control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.errors import DependencyDown
@@ -28,6 +29,7 @@ from chorus_batch.jobs.local import profile as local
 from chorus_batch.jobs.local.process import Process
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.settings import Settings
+from chorus_batch.workers import models
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.reconciler import Reconciler
 from tests.faults.bench import PASSES, PROMPTS, STEPS, Bench, Worker, hiring, signalled, until
@@ -693,3 +695,29 @@ def test_a_decode_that_fails_ends_its_own_job_only(bench: Bench, hire: Hire, mon
     rows = bench.sql("SELECT details->'device_idle' AS idle FROM generations ORDER BY job_id")
     # Of the worker's first job nobody knows; of one that it took up again while there was work it does.
     assert [row.idle is not None for row in rows] == [True, True]
+
+
+def test_a_model_that_finds_no_room_costs_a_try_and_keeps_no_claim(
+    bench: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.submit(PROMPTS[:1])
+    load, tries = models.load_engine, []
+
+    def crowded(*given: Any) -> Any:
+        tries.append(given)
+        if len(tries) == 1:
+            raise OutOfMemory("cpu has no room", hint="free the device")
+        return load(*given)
+
+    monkeypatch.setattr(models, "load_engine", crowded)
+    worker = hire()
+    claim = worker.pipeline.claim(Phases())
+    assert claim is not None
+    worker.pipeline.run(claim, Phases())
+    (job,) = bench.jobs(batch)
+    assert (job.state, bench.attempts(job.id)) == ("ready", ["failed"])
+    assert bench.sql("SELECT error_code FROM attempts") == [("out_of_memory",)]
+    assert bench.sql("SELECT FROM queue WHERE worker_id IS NOT NULL") == []
+    worker.start()
+    bench.finish(batch)
+    assert bench.attempts(job.id) == ["failed", "done"]

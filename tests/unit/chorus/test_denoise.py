@@ -25,6 +25,7 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
     "euler": lambda: make_scheduler("euler", 3.0),
     "diffusers' own euler": lambda: FlowMatchEulerDiscreteScheduler(shift=7.0),
     "unipc": lambda: make_scheduler("unipc", 5.0),
+    "dpm++": lambda: make_scheduler("dpm++", 5.0),
 }
 
 

@@ -26,8 +26,9 @@ from chorus_batch.chorus.tiny.captions import SHAPE_WORDS, caption
 from chorus_batch.chorus.tiny.pairs import draw_pairs
 from chorus_batch.chorus.tiny.text import minilm_folder
 from chorus_batch.chorus.tiny.world import Scene
+from chorus_batch.jobs.cards.card import load_card
 
-DIFFER = LexicalDiffer()
+DIFFER = LexicalDiffer(LexicalSettings(synonyms=load_card("builtin").synonyms))
 WORLD_KINDS = {
     "colour": Kind.attribute,
     "texture": Kind.attribute,
@@ -277,14 +278,15 @@ def test_nothing_differs_from_itself(text: str) -> None:
 
 @given(texts, texts)
 def test_the_same_each_time(source: str, target: str) -> None:
-    assert LexicalDiffer().compare(source, target) == DIFFER.compare(source, target)
+    fresh = LexicalDiffer(LexicalSettings(synonyms=load_card("builtin").synonyms))
+    assert fresh.compare(source, target) == DIFFER.compare(source, target)
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------
 
 
 def test_scopes_and_synonyms_are_parameters() -> None:
-    careful = LexicalDiffer(LexicalSettings(scopes={**SCOPES, Kind.object: Scope.everything}, synonyms=()))
+    careful = LexicalDiffer(LexicalSettings(scopes={**SCOPES, Kind.object: Scope.everything}))
     found = careful.compare("a ball rolls", "a disc rolls")
     assert (found.kind, found.scope) == (Kind.object, Scope.everything)
     assert DIFFER.compare("a ball rolls", "a disc rolls").target_spans == ()

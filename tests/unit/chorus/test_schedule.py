@@ -19,7 +19,36 @@ def test_euler_walks_the_levels(steps: int, shift: float) -> None:
 
 def test_the_distilled_wan_schedule_comes_out() -> None:
     """The four levels of LightX2V's 4-step Wan2.1 at shift 5."""
-    assert noise_levels(4, 5.0) == pytest.approx([1.0, 0.9375, 0.83333, 0.625, 0.0], abs=1e-5)
+    levels = noise_levels(4, 5.0)
+    assert levels == (1.0, 0.9375, pytest.approx(5 / 6, abs=1e-15), 0.625, 0.0)
+    scheduler = make_scheduler("euler", 5.0)
+    scheduler.set_timesteps(4)
+    assert torch.equal(scheduler.sigmas, torch.tensor(levels))
+    assert scheduler.timesteps.tolist() == pytest.approx([1000, 937.5, 833.3333, 625], abs=1e-4)
+
+
+def test_a_distilled_step_is_lightx2vs() -> None:
+    """Its update, x0 = x - sigma[i]*v and then x0 + sigma[i+1]*v, is the Euler step; the last returns x0."""
+    scheduler = make_scheduler("euler", 5.0)
+    scheduler.set_timesteps(4)
+    scheduler.set_begin_index(0)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 16, 3, 4, 4, generator=generator)
+    levels = noise_levels(4, 5.0)
+    for timestep, now, after in zip(scheduler.timesteps, levels, levels[1:], strict=False):
+        v = torch.randn(x.shape, generator=generator)
+        expected = x - now * v + after * v
+        x = scheduler.step(v, timestep, x, return_dict=False)[0]
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["unipc", "dpm++"])
+def test_the_multistep_schedulers_walk_nearly_the_same_levels(name: str) -> None:
+    """So that boundaries by noise level mean the same for them."""
+    scheduler = make_scheduler(name, 5.0)
+    scheduler.set_timesteps(50)
+    assert scheduler.sigmas.tolist() == pytest.approx(noise_levels(50, 5.0), abs=5e-3)
+    assert scheduler.sigmas[-1] == 0
 
 
 def test_one_euler_step_is_the_formula() -> None:

@@ -67,6 +67,9 @@ def test_an_unknown_model_is_named_with_the_known_ones():
         ({"regions": REGIONS | {"largest_share": 0}}, "largest_share"),
         ({"regions": REGIONS | {"largest_share": 1.1}}, "largest_share"),
         ({"colour": "red"}, "colour"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"weights": {"folder": "x", "colour": "red"}}, "not a model card"),
+        ({"weights": {"lora": "x"}}, "not a model card"),
         ({"defaults": {"width": 64}}, "missing"),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from chorus_batch.jobs import kinds
+from chorus_batch.jobs.cards.card import load_card
 
 RED = "a red circle moves right over a black background"
 BLUE = "a blue circle moves right over a black background"
@@ -22,6 +23,12 @@ def test_kinds_are_the_differs() -> None:
         assert each == tuple(dict.fromkeys([difference.kind.value, *(kind.value for kind, _ in difference.parts)]))
     assert found[0] == ("attribute",) and found[1][0] == "several" and set(found[1][1:]) == {"attribute", "object"}
     assert kinds.kinds(pairs) == [each[0] for each in found]
+
+
+def test_the_models_synonyms_count() -> None:
+    pairs = [("a red circle moves right", "a red ball moves right")]
+    assert kinds.kinds(pairs) == ["object"]
+    assert kinds.parts(pairs, load_card("builtin").synonyms) == [("attribute",)]  # nothing differs
 
 
 def test_of_many_pairs_a_sample_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_kinds_have_tables_of_their_own_unless_the_policy_knows_none() -> None:
 
 
 def test_templates_are_told_where_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "kinds", lambda pairs: ["attribute"] * len(pairs))
+    monkeypatch.setattr(reuse, "kinds", lambda pairs, synonyms: ["attribute"] * len(pairs))
     card, parameters = with_kinds()
     vectors = np.eye(len(PROMPTS), dtype=np.float32) + 1.0
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)

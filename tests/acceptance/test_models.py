@@ -1,0 +1,63 @@
+"""A Wan of one's own, as people use it: added, run with reuse by a worker process, verified."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from .conftest import SCRIPT, Cli
+
+PROMPTS = ("a red fox moves left over a gray background", "a red fox moves right over a gray background")
+SIZE = ("--set", "width=48", "--set", "height=32", "--set", "frames=9")
+
+
+@contextmanager
+def worker() -> Iterator[None]:
+    """A process of its own, with this one's settings."""
+    process = subprocess.Popen([SCRIPT, "worker", "start"])
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def test_a_model_is_added_run_and_verified(
+    wan_folder: Path, tmp_path: Path, production: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHORUS_MODEL", "tiny-wan")
+    monkeypatch.setenv("CHORUS_DEVICE", "cpu")
+    folder = shutil.copytree(wan_folder, tmp_path / "wan")
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt,seed\n" + "".join(f"{prompt},{seed}\n" for seed, prompt in enumerate(PROMPTS)))
+
+    unknown = production("submit", path, *SIZE)
+    assert unknown.code == 2
+    assert "there is no model named 'tiny-wan'" in unknown.err and "chorus-batch model add" in unknown.err
+
+    added = production("model", "add", "tiny-wan", folder, "--dtype", "fp32", "--distilled", "--json")
+    assert added.code == 0, added.err
+    assert (added.json["name"], added.json["weights"]["folder"]) == ("tiny-wan", str(folder))
+    assert production("model", "list", "-q").lines == ["builtin", "tiny-wan"]
+    assert str(folder) in production("model", "list").out
+    assert production("model", "add", "tiny-wan", folder).code == 5
+
+    with worker():
+        ended = production("submit", path, *SIZE, "--wait", "--json")
+    assert ended.code == 0, ended.err
+    assert (ended.json["done"], ended.json["hits"], ended.json["steps_total"]) == (2, 1, 8)
+    assert ended.json["steps_skipped"] >= 1
+
+    assert production("model", "verify", "tiny-wan", "-q").out == "tiny-wan\n"
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    wrong = production("model", "verify", "tiny-wan")
+    assert wrong.code == 3
+    assert "transformer/diffusion_pytorch_model.safetensors" in wrong.err and "fetch them again" in wrong.err

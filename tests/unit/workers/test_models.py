@@ -1,0 +1,107 @@
+"""A worker and a model's card: it runs those weights and no others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus_batch.chorus.config import GenerationSettings
+from chorus_batch.chorus.differ import Kind
+from chorus_batch.chorus.errors import WeightsError
+from chorus_batch.chorus.request import Request
+from chorus_batch.jobs import registry
+from chorus_batch.jobs.cards.card import ModelCard, load_card
+from chorus_batch.jobs.claims import DomainRecord
+from chorus_batch.jobs.errors import WeightsRejected
+from chorus_batch.jobs.registry import Asked
+from chorus_batch.jobs.settings import Settings
+from chorus_batch.workers.models import load_engine
+from chorus_batch.workers.runtime import Runtime
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    # Nobody listens there: a model is loaded without a server.
+    return Settings(
+        data_dir=tmp_path / "data", device="cpu", database_url="postgresql://nobody@127.0.0.1:9/none",
+        s3_endpoint="127.0.0.1:9", s3_access_key="a", s3_secret_key="b",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def runtime(settings: Settings) -> Iterator[Runtime]:
+    found = Runtime(settings)
+    yield found
+    found.database.dispose()
+
+
+@pytest.fixture
+def folder(wan_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(wan_folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def card(settings: Settings, folder: Path) -> ModelCard:
+    return registry.add(settings, Asked("tiny", str(folder), dtype="float32", distilled=True))
+
+
+def domain(card: ModelCard) -> DomainRecord:
+    values = {name: value for name, value in asdict(card.defaults).items() if name != "fps"}
+    return DomainRecord(id=1, key="k", space_id=1, fingerprint=card.fingerprint, dtype=card.dtype, **values)
+
+
+def test_the_cards_weights_are_run(runtime: Runtime, card: ModelCard, folder: Path) -> None:
+    loaded = runtime.model(domain(card))
+    assert runtime.model(domain(card)) is loaded
+    model = loaded.engine.model
+    assert (model.name, model.fingerprint, model.text_slots) == ("tiny", card.fingerprint, 512)
+    assert model.transformer.dtype == torch.float32
+    result = loaded.engine.generate(Request("a red fox", 1, GenerationSettings(32, 32, 5, 8, 4, 1.0, 5.0), "domain"))
+    assert result.trace.backend["fingerprint"] == card.fingerprint
+    assert loaded.policies["chorus"].boundaries.tau_at(4) == 0.75
+
+
+def test_other_weights_are_refused_before_they_are_loaded(runtime: Runtime, card: ModelCard, folder: Path) -> None:
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(WeightsRejected, match="not those that it was added with: vae/diffusion_pytorch_model"):
+        runtime.model(domain(card))
+    path.write_bytes(data)
+    with pytest.raises(WeightsRejected, match="not those that the job was planned with"):
+        runtime.model(replace(domain(card), fingerprint="0" * 64))
+    assert runtime.model(domain(card)).engine.fingerprint == card.fingerprint
+
+
+def test_a_card_that_was_written_anew_is_followed(
+    runtime: Runtime, settings: Settings, card: ModelCard, folder: Path
+) -> None:
+    before = runtime.model(domain(card))
+    (folder / "tokenizer" / "added.json").write_text("{}")
+    fresh = registry.add(settings, Asked("tiny", str(folder), dtype="float32", replace=True))
+    after = runtime.model(domain(fresh))
+    assert after is not before
+    assert after.engine.fingerprint == fresh.fingerprint != before.engine.fingerprint
+    with pytest.raises(WeightsRejected, match="planned with"):
+        runtime.model(domain(card))
+
+
+def test_a_lora_of_another_model_is_refused(settings: Settings, folder: Path, tmp_path: Path) -> None:
+    lora = shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", tmp_path / "lora.safetensors")
+    card = registry.add(settings, Asked("tiny", str(folder), lora=lora, dtype="float32"))
+    with pytest.raises(WeightsError, match=r"keys of the LoRA .* fit nothing"):
+        load_engine(card, settings, "cpu")
+
+
+def test_a_ball_is_a_circle_for_the_builtin_model_alone(runtime: Runtime, card: ModelCard) -> None:
+    builtin = load_card("builtin")
+    for found, kind in ((builtin, Kind.attribute), (card, Kind.object)):
+        policy = runtime.model(domain(found)).policies["chorus"]
+        for differ in (policy.differ, policy.quick):
+            difference = differ.compare("a red circle moves left", "a red ball moves left")
+            assert (difference.kind, bool(difference.target_spans)) == (kind, found is card)
