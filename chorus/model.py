@@ -50,3 +50,6 @@ class VideoModel(Protocol):
 
     def judge(self, prompt: str, frames: npt.NDArray[np.uint8]) -> dict[str, bool] | None:
         """Which attributes that the prompt names the finished video [F, H, W, 3] shows; None where nobody can tell."""
+
+    def remark(self, prompt: str) -> str | None:
+        """What a person should know of this prompt's video, for the trace; mostly None."""

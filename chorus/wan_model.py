@@ -112,6 +112,10 @@ class WanModel:
         """None: nobody here can tell what a video of any prompt shows."""
         return None
 
+    def remark(self, prompt: str) -> str | None:
+        """None: a large model knows more than anybody could list."""
+        return None
+
 
 def _usable(dtype: str, device: str) -> torch.dtype:
     if dtype not in DTYPES:

@@ -338,7 +338,9 @@ class Pipeline:
             # Read back: a follower must start from the same latents whether it finds them here or in the store.
             self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), _unpacked(entry))
         pictures = Pictures(
-            partial(loaded.engine.decode, result.latents), partial(loaded.engine.model.judge, request.prompt)
+            partial(loaded.engine.decode, result.latents),
+            partial(loaded.engine.model.judge, request.prompt),
+            partial(loaded.engine.model.remark, request.prompt),
         )
         return Finished(claim, record, phases, pictures, latents, entry, tuple(sorted(result.trajectory)))
 

@@ -41,10 +41,20 @@ WAITING = 2  # finished generations that may wait; a slow store then holds back 
 
 @dataclass(frozen=True)
 class Pictures:
-    """How latents become a video, and which attributes it shows, if one can tell."""
+    """How latents become a video, which attributes it shows, if one can tell, and what else there is to say."""
 
     decode: Callable[[], Frames]
     judge: Callable[[Frames], Mapping[str, bool] | None]
+    remark: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Video:
+    """An MP4 file; nothing for an exact hit, whose objects exist."""
+
+    data: bytes = b""
+    scores: Mapping[str, bool] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ class Publisher:
     def _publish(self, finished: Finished) -> None:
         claim, until, pause = finished.claim, time.monotonic() + PATIENCE, 0.5
         try:
-            video, scores = self._video(finished)
+            video = self._video(finished)
         except Exception as error:
             failure = Failure.of(error)
             self._fail(claim, failure.code, failure.message, retry=failure.retry)
@@ -107,7 +117,7 @@ class Publisher:
             return None
         while True:
             try:
-                self._store_and_commit(finished, video, scores)
+                self._store_and_commit(finished, video)
                 return self._enforce_limits()
             except ClaimLost as error:
                 log.warning("%s; its result is dropped", error)
@@ -125,28 +135,29 @@ class Publisher:
             except ChorusBatchError as error:
                 return self._fail(claim, error.code, str(error))
 
-    def _video(self, finished: Finished) -> tuple[bytes, Mapping[str, bool] | None]:
-        """The MP4 file and its scores; nothing for an exact hit."""
+    def _video(self, finished: Finished) -> Video:
         if finished.pictures is None:
-            return b"", None
+            return Video()
         with finished.phases.timed("decode"):
             frames = finished.pictures.decode()
         with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
             path = Path(folder) / "video.mp4"
             write_mp4(frames, finished.claim.fps, path)  # reads it back and compares
-            return path.read_bytes(), finished.pictures.judge(frames)
+            remark = finished.pictures.remark()
+            notes = (remark,) if remark is not None else ()
+            return Video(path.read_bytes(), finished.pictures.judge(frames), notes)
 
-    def _store_and_commit(self, finished: Finished, video: bytes, scores: Mapping[str, bool] | None) -> None:
+    def _store_and_commit(self, finished: Finished, video: Video) -> None:
         claim, record, phases = finished.claim, finished.record, finished.phases
         entry: EntryRecord | None = None
-        if video:
-            record = replace(record, scores=scores)
+        if video.data:
+            record = replace(record, scores=video.scores, notes=(*record.notes, *video.notes))
             with phases.timed("upload"):
                 put = self._runtime.store.put
                 place = (claim.batch_id, claim.job_id, claim.attempt)
                 record = replace(
                     record,
-                    video=put(keys.video_key(*place), video, "video/mp4"),
+                    video=put(keys.video_key(*place), video.data, "video/mp4"),
                     latents=put(keys.latents_key(*place), finished.latents, "application/octet-stream"),
                 )
                 if finished.entry is not None:

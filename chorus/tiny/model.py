@@ -17,6 +17,7 @@ from ..fingerprint import CHECKSUMS, combine, verify
 from . import text
 from .codec import CHANNELS, PATCH, LinearCodec
 
+KNOWN = "a red circle moves left over a black background"
 WEIGHTS = Path(__file__).parent / "weights"
 REPAIR = "reinstall the package: pip install --force-reinstall --no-deps chorus-batch"
 
@@ -81,6 +82,14 @@ class TinyModel:
         from .judge import judge  # takes a while to import, and is needed after the first video only
 
         return judge(prompt, frames)
+
+    def remark(self, prompt: str) -> str | None:
+        """That the video won't show what the prompt asks for, where no object of this world is asked for."""
+        from .judge import named
+
+        if named(prompt) is not None:
+            return None
+        return f"{self.name} knows its own small world only: prompts such as {KNOWN!r}"
 
 
 def fingerprint(folder: Path = WEIGHTS) -> str:
