@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from chorus_batch.chorus import checkpoint
@@ -18,6 +17,7 @@ from chorus_batch.chorus.network import Network
 from chorus_batch.chorus.regions import Regions, RegionSettings, build
 from chorus_batch.chorus.request import Request
 from chorus_batch.chorus.schedule import make_scheduler
+from tests.unit.chorus.pipeline import latents_of, wan_pipeline
 
 SHAPE = (1, 16, 3, 8, 8)
 
@@ -27,23 +27,6 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
     "unipc": lambda: make_scheduler("unipc", 5.0),
     "dpm++": lambda: make_scheduler("dpm++", 5.0),
 }
-
-
-def by_pipeline(transformer: Any, scheduler: Any, noise: torch.Tensor, guidance: Guidance, steps: int) -> torch.Tensor:
-    pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=scheduler, transformer=transformer)
-    pipeline.set_progress_bar_config(disable=True)
-    latents: torch.Tensor = pipeline(
-        prompt_embeds=guidance.conditional,
-        negative_prompt_embeds=guidance.unconditional,
-        latents=noise,
-        height=64,
-        width=64,
-        num_frames=9,
-        num_inference_steps=steps,
-        guidance_scale=guidance.scale,
-        output_type="latent",
-    ).frames
-    return latents
 
 
 def random_inputs(scale: float) -> tuple[torch.Tensor, Guidance]:
@@ -86,7 +69,7 @@ def on_latents(mask: torch.Tensor) -> torch.Tensor:
 def test_random_weights_equal_the_pipeline(random_transformer: Any, name: str, scale: float) -> None:
     """Law 1."""
     noise, guidance = random_inputs(scale)
-    expected = by_pipeline(own_processors(random_transformer), SCHEDULERS[name](), noise, guidance, 6)
+    expected = latents_of(wan_pipeline(own_processors(random_transformer), SCHEDULERS[name]()), noise, guidance, 6)
     ours = walked(random_transformer, name, noise, guidance, 6)
     assert torch.equal(ours.latents, expected)
     assert not torch.equal(ours.latents, noise)
@@ -99,7 +82,7 @@ def test_the_builtin_model_equals_the_pipeline(engine: Engine, request_of: Calla
     with torch.no_grad():
         guidance = Guidance(engine.model.encode(request.prompt), engine.model.encode("a blue ring"), 2.5)
     theirs = own_processors(engine.model.transformer)
-    expected = by_pipeline(theirs, make_scheduler("euler", 3.0), noise, guidance, 4)
+    expected = latents_of(wan_pipeline(theirs, make_scheduler("euler", 3.0)), noise, guidance, 4)
     assert torch.equal(engine.generate(request).latents, expected[0])
 
 

@@ -16,7 +16,6 @@ from diffusers.hooks.mag_cache import MagCacheConfig
 from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
 from diffusers.hooks.sea_cache import SeaCacheConfig
 from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from chorus_batch.chorus import stepcache, teacache
 from chorus_batch.chorus.attention import Gain
@@ -33,6 +32,7 @@ from chorus_batch.chorus.request import Request
 from chorus_batch.chorus.schedule import make_scheduler
 from chorus_batch.chorus.stepcache import step_cache
 from chorus_batch.chorus.teacache import TeaCacheConfig, apply_teacache, remove_teacache
+from tests.unit.chorus.pipeline import latents_of, wan_pipeline
 
 STEPS = 20
 SHAPE = (1, 16, 3, 8, 8)
@@ -121,31 +121,15 @@ def library_cache(pipeline: Any, name: str) -> Iterator[None]:
     transformer.disable_cache()
 
 
-def by_pipeline(transformer: Any, name: str, noise: torch.Tensor, guidance: Guidance) -> torch.Tensor:
-    pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=euler(), transformer=transformer)
-    pipeline.set_progress_bar_config(disable=True)
-    with library_cache(pipeline, name):
-        latents: torch.Tensor = pipeline(
-            prompt_embeds=guidance.conditional,
-            negative_prompt_embeds=guidance.unconditional,
-            latents=noise,
-            height=64,
-            width=64,
-            num_frames=9,
-            num_inference_steps=STEPS,
-            guidance_scale=guidance.scale,
-            output_type="latent",
-        ).frames
-    return latents
-
-
 @pytest.mark.parametrize(
     ("name", "scale"),
     [(name, scale) for name in CACHES for scale in (1.0, 5.0) if scale == 1.0 or name not in SHARED_BY_BRANCHES],
 )
 def test_it_equals_the_pipeline_with_the_same_cache(network: Network, name: str, scale: float) -> None:
     noise, guidance = inputs(scale)
-    expected = by_pipeline(network.transformer, name, noise, guidance)
+    pipeline = wan_pipeline(network.transformer, euler())
+    with library_cache(pipeline, name):
+        expected = latents_of(pipeline, noise, guidance, STEPS)
     ours = run(network, name, noise, guidance)
     assert torch.equal(ours.latents, expected)
     assert not torch.equal(ours.latents, run(network, "none", noise, guidance).latents)

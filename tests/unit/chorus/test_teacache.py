@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
 from chorus_batch.chorus import teacache
 from chorus_batch.chorus.cachefit import Measured, fit, main, measure
@@ -21,6 +20,7 @@ from chorus_batch.chorus.network import Network
 from chorus_batch.chorus.schedule import make_scheduler
 from chorus_batch.chorus.stepcache import step_cache
 from chorus_batch.chorus.teacache import WAN, TeaCacheConfig, apply_teacache, config_for, remove_teacache
+from tests.unit.chorus.pipeline import latents_of, wan_pipeline
 
 STEPS = 20
 # Rises everywhere, with some curvature.
@@ -81,19 +81,7 @@ def by_rule(transformer: Any, threshold: float) -> tuple[torch.Tensor, list[bool
     stack = Stack(transformer.blocks, threshold, retained=5)
     blocks, transformer.blocks = transformer.blocks, torch.nn.ModuleList([stack])
     try:
-        pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=euler(), transformer=transformer)
-        pipeline.set_progress_bar_config(disable=True)
-        latents: torch.Tensor = pipeline(
-            prompt_embeds=guidance.conditional,
-            negative_prompt_embeds=guidance.unconditional,
-            latents=noise,
-            height=64,
-            width=64,
-            num_frames=9,
-            num_inference_steps=STEPS,
-            guidance_scale=guidance.scale,
-            output_type="latent",
-        ).frames
+        latents = latents_of(wan_pipeline(transformer, euler()), noise, guidance, STEPS)
     finally:
         transformer.blocks = blocks
     return latents, stack.ran
