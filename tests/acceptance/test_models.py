@@ -48,6 +48,15 @@ def test_a_model_is_added_run_and_verified(
     assert str(folder) in production("model", "list").out
     assert production("model", "add", "tiny-wan", folder).code == 5
 
+    told = production("submit", path, *SIZE, "--dry-run", "--device-memory", "24").out
+    line = "tiny-wan, 48x32, 9 frames: needs about 1.1 GiB on the device (encoding); with tiling 1.1; with offload 1.1"
+    assert f"memory: {line}: fits in 24.0 GiB\n" in told
+    assert (
+        f"memory: {line}: does not fit in 0.5 GiB\n"
+        in production("estimate", path, *SIZE, "--device-memory", "0.5").out
+    )
+    assert f"memory: {line}\n" in production("estimate", path, *SIZE).out
+
     with worker():
         ended = production("submit", path, *SIZE, "--wait", "--json")
     assert ended.code == 0, ended.err
