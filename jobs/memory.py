@@ -139,9 +139,13 @@ def describe(anatomy: Anatomy, parameters: Parameters, slots: int, dtype: str, m
     return f"{parameters.model}, {parameters.width}x{parameters.height}, {parameters.frames} frames: {line}"
 
 
-def needs_tiling(anatomy: Anatomy, task: Task, free: int) -> bool:
-    """Whether a whole decode needs more than `free` bytes."""
-    return _slack(_whole(anatomy, task.width, task.height, task.frames)) > free
+def needs_tiling(anatomy: Anatomy, task: Task, dtype: str, memory: int, free: int) -> bool:
+    """Whether a worker decodes in tiles: all at once doesn't fit the device's `memory`, or what is `free` now (bytes).
+
+    What is free now isn't enough to know: the next job's denoising may be between two peaks.
+    """
+    whole = _slack(_whole(anatomy, task.width, task.height, task.frames))
+    return whole > free or choose(arrangements(anatomy, task, dtype), memory) is not Verdict.fits
 
 
 def _denoising(anatomy: Anatomy, task: Task, size: int) -> int:

@@ -31,7 +31,7 @@ STORING = (CacheMode.on, CacheMode.exact)  # modes in which misses are added to 
 
 @dataclass(frozen=True)
 class Terms:
-    """For whom a forecast is: so many workers (None: those that live, or one), what an hour of one costs, its device's bytes."""
+    """So many workers (None: those that live, or one), what an hour of one costs, and its device's bytes."""
 
     workers: int | None = None
     gpu_price: float | None = None

@@ -43,7 +43,7 @@ WAITING = 2  # finished generations that may wait; a slow store then holds back 
 class Pictures:
     """How latents become a video, and which attributes it shows, if one can tell."""
 
-    decode: Callable[[], Frames]
+    decode: Callable[[], tuple[Frames, tuple[str, ...]]]  # frames, and what the trace should say of them
     judge: Callable[[Frames], Mapping[str, bool] | None]
 
 
@@ -98,13 +98,14 @@ class Publisher:
     def _publish(self, finished: Finished) -> None:
         claim, until, pause = finished.claim, time.monotonic() + PATIENCE, 0.5
         try:
-            video, scores = self._video(finished)
+            video, scores, notes = self._video(finished)
         except Exception as error:
             failure = Failure.of(error)
             self._fail(claim, failure.code, failure.message, retry=failure.retry)
             if failure.lost:
                 os._exit(LOST)
             return None
+        finished = replace(finished, record=replace(finished.record, notes=(*finished.record.notes, *notes)))
         while True:
             try:
                 self._store_and_commit(finished, video, scores)
@@ -125,16 +126,16 @@ class Publisher:
             except ChorusBatchError as error:
                 return self._fail(claim, error.code, str(error))
 
-    def _video(self, finished: Finished) -> tuple[bytes, Mapping[str, bool] | None]:
-        """The MP4 file and its scores; nothing for an exact hit."""
+    def _video(self, finished: Finished) -> tuple[bytes, Mapping[str, bool] | None, tuple[str, ...]]:
+        """The MP4 file, its scores and notes; nothing for an exact hit."""
         if finished.pictures is None:
-            return b"", None
+            return b"", None, ()
         with finished.phases.timed("decode"):
-            frames = finished.pictures.decode()
+            frames, notes = finished.pictures.decode()
         with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
             path = Path(folder) / "video.mp4"
             write_mp4(frames, finished.claim.fps, path)  # reads it back and compares
-            return path.read_bytes(), finished.pictures.judge(frames)
+            return path.read_bytes(), finished.pictures.judge(frames), notes
 
     def _store_and_commit(self, finished: Finished, video: bytes, scores: Mapping[str, bool] | None) -> None:
         claim, record, phases = finished.claim, finished.record, finished.phases

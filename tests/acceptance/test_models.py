@@ -49,7 +49,7 @@ def test_a_model_is_added_run_and_verified(
     assert production("model", "add", "tiny-wan", folder).code == 5
 
     told = production("submit", path, *SIZE, "--dry-run", "--device-memory", "24").out
-    line = "tiny-wan, 48x32, 9 frames: needs about 1.1 GiB on the device (encoding); with tiling 1.1; with offload 1.1"
+    line = "tiny-wan, 48x32, 9 frames: needs about 1.0 GiB on the device (encoding); with tiling 1.0; with offload 1.0"
     assert f"memory: {line}: fits in 24.0 GiB\n" in told
     assert (
         f"memory: {line}: does not fit in 0.5 GiB\n"

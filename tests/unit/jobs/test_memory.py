@@ -92,8 +92,8 @@ def test_a_line_says_it_before_the_run() -> None:
 
 def test_what_is_free_decides_on_tiles() -> None:
     whole = int(1.1 * (51 * 96 * 4 * 832 * 480 + 832 * 480 * 81 * 12))
-    assert not needs_tiling(SMALL, AT_480P, whole)
-    assert needs_tiling(SMALL, AT_480P, whole - 1)
+    for gib, free, tiles in ((80, whole, False), (80, whole - 1, True), (24, 20 * GIB, True), (24, 0, True)):
+        assert needs_tiling(SMALL, AT_480P, "bfloat16", gib * GIB, free) is tiles
 
 
 def test_a_card_counts_its_parts(wan_folder: Path, tmp_path: Path, random_transformer: Any) -> None:
