@@ -88,7 +88,11 @@ class WanText:
 
             encoder = wan.load_component(UMT5EncoderModel, self._folder, self._dtype)
             self._encoder = encoder.eval().requires_grad_(False)
-        self._encoder.to(self._device)
+        try:
+            self._encoder.to(self._device)
+        except torch.OutOfMemoryError:
+            self._encoder = None  # a part of it may be on the device
+            raise
 
     def _width(self) -> int:
         return int(json.loads((self._folder / "config.json").read_text("utf-8"))["d_model"])

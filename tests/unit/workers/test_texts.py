@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import UMT5EncoderModel
 
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
@@ -129,3 +130,16 @@ def test_transformer_and_encoder_take_turns(wan_folder: Path, model: WanModel, m
             turning.encode(FOX)
             turning.encode(CIRCLE)
     assert moves == ["transformer cpu", "encoder", "transformer cpu"]
+
+
+def test_an_encoder_that_finds_no_room_leaves_nothing_behind(model: WanModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UMT5EncoderModel, "to", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.encode(FOX)
+    assert not model.text.loaded
+    with torch.inference_mode():
+        assert model.encode(FOX).shape == (1, 512, 32)
