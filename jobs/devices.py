@@ -18,8 +18,11 @@ class Gpu:
     memory: int
 
 
-def gpus() -> list[Gpu]:
-    """Every GPU by index, whatever CUDA_VISIBLE_DEVICES says; none where nvidia-smi is missing or fails."""
+def gpus(visible: str | None = None) -> list[Gpu]:
+    """The GPUs here, none where nvidia-smi is missing or fails; of indices, as CUDA_VISIBLE_DEVICES lists them, those.
+
+    Names of another kind (UUIDs, MIG) aren't looked for: then it is every GPU.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -27,7 +30,11 @@ def gpus() -> list[Gpu]:
         done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [found for line in done.stdout.splitlines() if (found := _gpu(line)) is not None]
+    every = [found for line in done.stdout.splitlines() if (found := _gpu(line)) is not None]
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    if names is None or not all(map(str.isdigit, names)):
+        return every
+    return [gpu for gpu in every if gpu.index in names]
 
 
 def _gpu(line: str) -> Gpu | None:

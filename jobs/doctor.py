@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -111,7 +112,7 @@ def _memory(settings: Settings) -> Finding:
     from chorus_batch.jobs import memory
     from chorus_batch.jobs.cards.card import load_card
 
-    card, devices = load_card(settings.model, settings.models_folder), gpus()
+    card, devices = load_card(settings.model, settings.models_folder), gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if card.anatomy is None:
         return Finding("memory", None if card.weights else True, f"{card.name}: " + (
             "added before sizes were counted" if card.weights else "fits any device"

@@ -24,6 +24,7 @@ def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return put
 
@@ -31,11 +32,16 @@ def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_gpus_by_index(listing: Callable[[str], None]) -> None:
     listing("echo '0, NVIDIA H200, 143771'; echo '1, Jetson, [N/A]'; echo '2, NVIDIA L4, 23034'")
     assert gpus() == [Gpu("0", "NVIDIA H200", 143771 << 20), Gpu("2", "NVIDIA L4", 23034 << 20)]
+    assert [gpu.index for gpu in gpus("2, 1")] == ["2"]
+    assert gpus("") == []
+    assert gpus("GPU-8f3a") == gpus()
     listing("echo 'NVIDIA-SMI has failed'; exit 9")
     assert gpus() == []
 
 
-def test_doctor_tells_whether_the_model_fits(listing: Callable[[str], None], wan_folder: Path, tmp_path: Path) -> None:
+def test_doctor_tells_whether_the_model_fits(
+    listing: Callable[[str], None], wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = Settings(data_dir=tmp_path / "data", model="tiny")
     registry.add(settings, Asked("tiny", str(wan_folder)))
     listing("echo '0, NVIDIA L4, 23034'; echo '1, Toy, 512'")
@@ -46,6 +52,9 @@ def test_doctor_tells_whether_the_model_fits(listing: Callable[[str], None], wan
     listing("echo '0, Toy, 512'")
     found = doctor._memory(settings)
     assert (found.ok, found.hint) == (False, "use a GPU with more memory, or ask for smaller or shorter videos")
+    listing("echo '0, NVIDIA L4, 23034'; echo '1, Toy, 512'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert doctor._memory(settings).ok is False
     listing("exit 1")
     assert doctor._memory(settings).ok is None
     assert doctor._memory(Settings(data_dir=tmp_path)).detail == "builtin: fits any device"
