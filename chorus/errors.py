@@ -78,6 +78,12 @@ class CorruptLatents(EngineError):
     code = "corrupt_latents"
 
 
+class CorruptFeatures(EngineError):
+    """Stored text features are truncated, altered, or of another shape."""
+
+    code = "corrupt_features"
+
+
 class NoOffsets(EngineError):
     """The tokenizer doesn't say which characters a token stands for, so no word can be found among the tokens."""
 

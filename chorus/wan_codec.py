@@ -36,6 +36,10 @@ class WanCodec:
         else:
             self._vae.disable_tiling()
 
+    def release(self) -> None:
+        """Forget what a decode that failed has left."""
+        self._vae.clear_cache()
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pixels [F, H, W, 3] in 0..1 of latents [C, T, H, W]; bit for bit what diffusers' pipeline makes of them."""
         scaled = latents[None].to(self._device, torch.float32) / self._inverse_std + self._mean

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,25 @@ class WanModel:
     """
 
     def __init__(
-        self, name: str, source: WanSource, device: str = "cpu", dtype: str = "bfloat16", slots: int = SLOTS
+        self,
+        name: str,
+        source: WanSource,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        slots: int = SLOTS,
+        *,
+        text_later: bool = False,
+        turns: bool = False,
     ) -> None:
-        """Loads everything. Raises WeightsError, UnsupportedSettings and OutOfMemory, and then keeps nothing."""
+        """Loads everything; with `text_later` the text encoder when a text is first encoded.
+
+        `turns` is for a device without room for both: transformer and text encoder are never on it at once. Raises
+        WeightsError, UnsupportedSettings and OutOfMemory, and then keeps nothing.
+        """
+        self._device, self._turns, self._encoding = device, turns, False
         self.name = name
         self.fingerprint = source.fingerprint
-        parts = _loaded(source, device, _usable(dtype, device), slots)
+        parts = _loaded(source, device, _usable(dtype, device), slots, text_later or turns)
         if parts is None:
             # Raised here, where no traceback holds on to what was loaded.
             gc.collect()
@@ -102,7 +117,23 @@ class WanModel:
 
     def encode(self, text: str) -> torch.Tensor:
         """Text features [1, slots, D]."""
-        return self.text.encode(text).to(self.transformer.dtype)
+        with self.encoding():
+            return self.text.encode(text).to(self.transformer.dtype)
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Around several texts: where transformer and encoder take turns, they change places once."""
+        if self._encoding or not self._turns:
+            yield
+            return
+        self._encoding = True
+        self.transformer.to("cpu")
+        try:
+            yield
+        finally:
+            self.text.park()
+            self.transformer.to(self._device)
+            self._encoding = False
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pixels [F, H, W, 3] in 0..1 of latents [C, T, H, W]."""
@@ -132,12 +163,14 @@ def _usable(dtype: str, device: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _loaded(source: WanSource, device: str, dtype: torch.dtype, slots: int) -> tuple[Any, WanText, WanCodec] | None:
+def _loaded(
+    source: WanSource, device: str, dtype: torch.dtype, slots: int, text_later: bool
+) -> tuple[Any, WanText, WanCodec] | None:
     """Transformer, text and codec; None where the device's memory is too small."""
     if not source.folder.is_dir():
         raise WeightsError(f"there is no folder {source.folder}", hint=wan.FETCH)
     try:
-        text = WanText(source.folder, device, dtype, slots)
+        text = WanText(source.folder, device, dtype, slots, later=text_later)
         codec = WanCodec(source.folder, device)
         transformer = wan.load_transformer(source.folder / "transformer", device, dtype, source.checkpoint)
         if source.lora is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ SLOTS = 512  # what Wan was trained with; diffusers' pipeline cuts at 226 unless
 class WanText:
     """Tokenizer and text encoder of a folder in diffusers' layout. Texts must be cleaned."""
 
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype, slots: int = SLOTS) -> None:
-        """Loads both. Raises WeightsError."""
-        # Here: they take seconds, and the built-in model does without.
+    def __init__(
+        self, folder: Path, device: str, dtype: torch.dtype, slots: int = SLOTS, *, later: bool = False
+    ) -> None:
+        """Loads both; with `later` the encoder when a text is first encoded. Raises WeightsError."""
+        # Here: it takes seconds, and the built-in model does without.
         from transformers import AutoTokenizer
-        from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
         self.slots = slots
         self._device = device
@@ -30,9 +32,21 @@ class WanText:
             lambda: AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
             f"the tokenizer in {folder / 'tokenizer'}",
         )
-        encoder = wan.load_component(UMT5EncoderModel, folder / "text_encoder", dtype)
-        self._encoder: Any = encoder.to(device).eval().requires_grad_(False)
-        self.width = int(encoder.config.d_model)  # values of a token
+        self._folder, self._dtype = folder / "text_encoder", dtype
+        self._encoder: Any = None
+        if not later:
+            self._load()
+        self.width = wan.guarded(self._width, f"the configuration in {self._folder}")  # values of a token
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the encoder's weights are in memory."""
+        return self._encoder is not None
+
+    def park(self) -> None:
+        """Move the encoder to the host's memory, until a text is encoded again."""
+        if self._encoder is not None:
+            self._encoder.to("cpu")
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, uncut, with the end-of-sequence one."""
@@ -61,7 +75,24 @@ class WanText:
             return_attention_mask=True,
             return_tensors="pt",
         )
+        self._load()
         ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
         hidden: torch.Tensor = self._encoder(ids, mask).last_hidden_state
         count = int(tokens.attention_mask.sum())
         return torch.nn.functional.pad(hidden[:, :count], (0, 0, 0, self.slots - count))
+
+    def _load(self) -> None:
+        """The encoder, on its device. Raises WeightsError."""
+        if self._encoder is None:
+            from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+            encoder = wan.load_component(UMT5EncoderModel, self._folder, self._dtype)
+            self._encoder = encoder.eval().requires_grad_(False)
+        try:
+            self._encoder.to(self._device)
+        except torch.OutOfMemoryError:
+            self._encoder = None  # a part of it may be on the device
+            raise
+
+    def _width(self) -> int:
+        return int(json.loads((self._folder / "config.json").read_text("utf-8"))["d_model"])

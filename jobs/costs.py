@@ -46,7 +46,7 @@ class Costs:
     tokens_per_step: through the transformer, both branches of the guidance together. step_share: of them, what a plain
     run computes (less than 1 with a step cache). region_share: what a step computes that is limited to a region.
     seconds_per_token: of denoising. beside: seconds of a job besides denoising, by what the cache gave it, from claim
-    to commit; held: those of them in which the worker can't begin another job. Bytes are of one object; `entry_step` of
+    to commit; held: those of them that keep the device or the worker from another job. Bytes are of one object; `entry_step` of
     one latent kept in an entry.
     """
 
@@ -217,7 +217,7 @@ def newest(connection: Connection, card: ModelCard) -> list[Made]:
                 g.cache_result::text AS result, g.k1, g.k2, g.steps_total, g.tokens_total, g.tokens_computed,
                 coalesce((g.seconds->>'denoise')::float8, 0) AS denoise,
                 (SELECT coalesce(sum(spent::float8), 0) FROM jsonb_each_text(g.seconds) AS s(phase, spent)
-                    WHERE phase NOT IN ('decode', 'mux', 'upload')) AS held,
+                    WHERE phase NOT IN ('mux', 'upload')) AS held,
                 g.seconds_total, g.video_bytes, g.latents_bytes, g.backend->>'device_name' AS device,
                 row_number() OVER (ORDER BY j.finished_at DESC, j.id DESC) AS age
             FROM jobs j JOIN generations g ON g.job_id = j.id JOIN domains d ON d.id = j.domain_id

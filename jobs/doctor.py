@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from chorus_batch.jobs.devices import gpus
 from chorus_batch.jobs.errors import ChorusBatchError, WeightsRejected
 from chorus_batch.jobs.settings import Settings
 
@@ -34,7 +36,7 @@ def examine(settings: Settings, ensure: Callable[[Settings], Settings]) -> Itera
     except ChorusBatchError as error:
         yield Finding("servers", False, str(error), error.hint)
         return
-    for check in (_database, _broker, _store, _embedder, _model, _attention):
+    for check in (_database, _broker, _store, _embedder, _model, _memory, _attention):
         try:
             yield check(live)
         except ChorusBatchError as error:
@@ -103,6 +105,30 @@ def _model(settings: Settings) -> Finding:
             # No fault of a host that submits batches and runs none.
             return Finding("model", None, f"{card.name} can't be run on this host: {error}", error.hint)
     return Finding("model", True, f"{card.name}, weights {card.fingerprint[:12]}")
+
+
+def _memory(settings: Settings) -> Finding:
+    """Whether the model, at its card's own size, has room on each GPU here."""
+    from chorus_batch.jobs import memory
+    from chorus_batch.jobs.cards.card import load_card
+
+    card, devices = load_card(settings.model, settings.models_folder), gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if card.anatomy is None:
+        return Finding("memory", None if card.weights else True, f"{card.name}: " + (
+            "added before sizes were counted" if card.weights else "fits any device"
+        ))  # fmt: skip
+    task = memory.Task.of(card.defaults, card.max_prompt_tokens)
+    found = memory.arrangements(card.anatomy, task, card.dtype)
+    if not devices:
+        return Finding("memory", None, f"no GPU is visible; {card.name} {memory.tell(found)}")
+    verdicts = [(gpu, memory.choose(found, gpu.memory)) for gpu in devices]
+    told = "; ".join(f"{verdict} on GPU {gpu.index} ({gpu.name})" for gpu, verdict in verdicts)
+    return Finding(
+        "memory",
+        any(verdict is not memory.Verdict.too_large for _, verdict in verdicts),
+        f"{card.name} {memory.tell(found)}: {told}",
+        "use a GPU with more memory, or ask for smaller or shorter videos",
+    )
 
 
 def _attention(settings: Settings) -> Finding:

@@ -80,6 +80,7 @@ class Forecast:
     gpu_price: float | None  # for an hour of one worker
     ranges: Mapping[str, Range | None]
     basis: tuple[str, ...]  # what seconds and bytes come from, for each domain
+    memory: tuple[str, ...] = ()  # what each domain needs of a device, where its model's card tells
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""

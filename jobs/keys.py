@@ -6,6 +6,7 @@ claim can't overwrite what its successor made.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from uuid import UUID
 
@@ -35,6 +36,13 @@ def entry_key(domain_key: str, job_id: Identifier, attempt: int) -> str:
     if not _DOMAIN.fullmatch(domain_key):
         raise ValueError(f"not a sha256 in lower-case hex: {domain_key!r}")
     return f"cache/{domain_key[:2]}/{domain_key}/{_part(job_id)}-{_part(attempt)}.safetensors"
+
+
+def text_key(encoder: str, text: str) -> str:
+    """The key of a cleaned text's features; `encoder` is the sha256, in hex, of all that they depend on beside it."""
+    if not _DOMAIN.fullmatch(encoder):
+        raise ValueError(f"not a sha256 in lower-case hex: {encoder!r}")
+    return f"texts/{encoder[:2]}/{encoder}/{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
 
 
 def batch_prefix(batch_id: Identifier) -> str:

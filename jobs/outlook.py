@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, Engine, text
 
-from chorus_batch.jobs import costs, plan
+from chorus_batch.jobs import costs, memory, plan
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import transaction
@@ -31,10 +31,11 @@ STORING = (CacheMode.on, CacheMode.exact)  # modes in which misses are added to 
 
 @dataclass(frozen=True)
 class Terms:
-    """For whom a forecast is: so many workers (None: those that live, or one), and what an hour of one costs."""
+    """So many workers (None: those that live, or one), what an hour of one costs, and its device's bytes."""
 
     workers: int | None = None
     gpu_price: float | None = None
+    device_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,13 @@ def _forecast(settings: Settings, engine: Engine, cards: Sequence[ModelCard], ro
             for domain_id, parameters, card in zip(rows.domain_ids, rows.domains, cards, strict=True)
         ]
         workers = terms.workers or max(1, live_workers(connection, settings.lease))
-    return forecast(work, each, workers=workers, gpu_price=terms.gpu_price)
+    found = forecast(work, each, workers=workers, gpu_price=terms.gpu_price)
+    lines = [
+        memory.describe(card.anatomy, parameters, card.max_prompt_tokens, card.dtype, terms.device_memory)
+        for card, parameters in zip(cards, rows.domains, strict=True)
+        if card.anatomy is not None
+    ]
+    return replace(found, memory=tuple(dict.fromkeys(lines)))
 
 
 def _depths(settings: Settings, cards: Sequence[ModelCard], rows: Planned) -> Depths:

@@ -402,6 +402,18 @@ def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "items") else list(value)
 
 
+def upcoming_prompts(connection: Connection, claim: Claim, limit: int) -> list[str]:
+    """Prompts of the claim's batch and model that are still to be run, each once, the next ones first."""
+    query = """
+        SELECT j.prompt FROM queue q JOIN jobs j ON j.id = q.job_id JOIN domains d ON d.id = j.domain_id
+        WHERE q.batch_id = :batch AND q.state IN ('ready', 'waiting') AND d.fingerprint = :fingerprint
+            AND j.role <> 'duplicate'
+        GROUP BY j.prompt ORDER BY max(q.priority) DESC, min(q.position) LIMIT :limit
+    """
+    values = {"batch": claim.batch_id, "fingerprint": claim.domain.fingerprint, "limit": limit}
+    return list(connection.execute(text(query), values).scalars())
+
+
 def finished_request(connection: Connection, claim: Claim) -> Row[Any] | None:
     """The generation of the same request (domain, prompt, seed, frame rate) finished before, or None."""
     query = """

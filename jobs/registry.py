@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chorus_batch.jobs import weights
+from chorus_batch.jobs.anatomy import Anatomy, measure
 from chorus_batch.jobs.cards.card import CARDS, ModelCard, load_card
 from chorus_batch.jobs.checksums import Checksums, Told
 from chorus_batch.jobs.errors import Conflict, SettingsError, UsageError, WeightsRejected
@@ -70,11 +71,12 @@ def add(settings: Settings, asked: Asked, tell: Told = lambda done, total: None)
     # A hub's folder is named for its revision.
     revision = "" if Path(wanted.folder).is_dir() else located.folder.name
     files = weights.files_of(located)
+    anatomy = measure(files)
     checksums = memory(settings).of(files, tell=tell)
     stored = replace(wanted, revision=revision, files=checksums)
     tokenizer = f"{asked.name}.tokenizer"
     fingerprint = weights.fingerprint(checksums, asked.lora_strength)
-    table = _table(asked, stored, fingerprint, _shift(located.folder), tokenizer)
+    table = _table(asked, stored, anatomy, fingerprint, _shift(located.folder), tokenizer)
     models.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(located.folder / weights.TOKENIZER, models / tokenizer)
     fresh = path.with_suffix(".new")
@@ -107,7 +109,9 @@ def check(card: ModelCard, checksums: Mapping[str, str]) -> str:
     return found
 
 
-def _table(asked: Asked, stored: Weights, fingerprint: str, shift: float, tokenizer: str) -> dict[str, Any]:
+def _table(
+    asked: Asked, stored: Weights, anatomy: Anatomy, fingerprint: str, shift: float, tokenizer: str
+) -> dict[str, Any]:
     defaults = {**SIZE, **({"shift": shift, **ORDINARY} if not asked.distilled else DISTILLED)}
     return {
         "name": asked.name,
@@ -124,6 +128,7 @@ def _table(asked: Asked, stored: Weights, fingerprint: str, shift: float, tokeni
         "tokenizer": tokenizer,
         "boundaries": dict(BOUNDARIES),
         "weights": asdict(stored),
+        "anatomy": asdict(anatomy),
     }
 
 

@@ -101,6 +101,12 @@ def fingerprint(checksums: Mapping[str, str], lora_strength: float) -> str:
     return combine({**checksums, "lora_strength": repr(float(lora_strength))} if "lora" in checksums else checksums)
 
 
+def text_fingerprint(checksums: Mapping[str, str], **ways: object) -> str:
+    """sha256 (hex) of what a text's features follow from: encoder, tokenizer, and the `ways` in which they are run."""
+    mine = {name: value for name, value in checksums.items() if name.startswith(("text_encoder/", "tokenizer/"))}
+    return combine({**mine, **{name: str(value) for name, value in ways.items()}})
+
+
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Names of files that are others than expected, missing or too many."""
     return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from chorus_batch.chorus.engine import Engine
-from chorus_batch.jobs import registry, weights
+from chorus_batch.jobs import memory, registry, weights
 from chorus_batch.jobs.cards.card import ModelCard
 from chorus_batch.jobs.settings import Settings
+from chorus_batch.jobs.storage import ObjectStore
+
+if TYPE_CHECKING:  # it brings diffusers' Wan, which the built-in model loads by itself
+    from chorus_batch.workers.texts import Texts
 
 
 def load_engine(card: ModelCard, settings: Settings, device: str) -> Engine:
@@ -25,6 +31,45 @@ def load_engine(card: ModelCard, settings: Settings, device: str) -> Engine:
         located = weights.locate(card.weights, settings.models_folder)
         fingerprint = registry.check(card, registry.memory(settings).of(weights.files_of(located)))
         source = WanSource(located.folder, fingerprint, located.checkpoint, located.lora, card.weights.lora_strength)
-        engine = Engine(WanModel(card.name, source, device, card.dtype, card.max_prompt_tokens))
+        model = WanModel(
+            card.name, source, device, card.dtype, card.max_prompt_tokens, text_later=True, turns=_turns(card, device)
+        )
+        engine = Engine(model)
     engine.use_attention(settings.attention_backend or None)
     return engine
+
+
+def load_texts(card: ModelCard, engine: Engine, store: ObjectStore, device: str) -> Texts | None:
+    """Where a model's text features come from, put into its engine; None for one that encodes in no time."""
+    import torch
+    import transformers
+
+    from chorus_batch.chorus.wan_model import WanModel
+    from chorus_batch.workers.texts import Texts
+
+    model = engine.model
+    if card.weights is None or not isinstance(model, WanModel):
+        return None
+    # Other libraries and devices give other last bits.
+    encoder = weights.text_fingerprint(
+        card.weights.files,
+        dtype=card.dtype,
+        slots=card.max_prompt_tokens,
+        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu {torch.get_num_threads()}",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+    texts = Texts(model, store, encoder)
+    engine.use_features(texts.features)
+    return texts
+
+
+def _turns(card: ModelCard, device: str) -> bool:
+    """Whether transformer and text encoder must take turns on the device, for videos of the card's own size."""
+    if card.anatomy is None or not device.startswith("cuda"):
+        return False
+    import torch
+
+    found = memory.arrangements(card.anatomy, memory.Task.of(card.defaults, card.max_prompt_tokens), card.dtype)
+    total = torch.cuda.mem_get_info(device)[1]
+    return memory.choose(found, total) in (memory.Verdict.offload, memory.Verdict.too_large)

@@ -30,6 +30,7 @@ from chorus_batch.workers.failures import INTERNAL, Failure
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import LOST, Finished, Pictures, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
+from chorus_batch.workers.texts import AHEAD
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,10 @@ class Pipeline:
             should_stop=lambda: self._should_stop(claim),
         )
         resume = self._checkpoint(claim, phases, notes)
+        if loaded.texts is not None:
+            with phases.timed("texts"):
+                wanted = [request.prompt, *([request.negative_prompt] if settings.guided else [])]
+                loaded.texts.prepare(wanted, partial(self._upcoming, claim), lambda: self._should_stop(claim))
         idle = None if self._free_since is None else time.perf_counter() - self._free_since
         try:
             result = run(resume=resume)
@@ -188,6 +193,11 @@ class Pipeline:
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
         return self._finished(claim, phases, loaded, request, result, neighbour, idle, notes)
+
+    def _upcoming(self, claim: Claim) -> list[str]:
+        """Texts that the claim's batch will need, cleaned."""
+        with transaction(self._runtime.database) as connection:
+            return [clean_prompt(prompt) for prompt in queue.upcoming_prompts(connection, claim, AHEAD)]
 
     def _should_stop(self, claim: Claim) -> bool:
         return self._runtime.stopping.is_set() or self._heartbeat.lost(claim)
@@ -338,7 +348,7 @@ class Pipeline:
             # Read back: a follower must start from the same latents whether it finds them here or in the store.
             self._runtime.held.add(claim.job_id, hashlib.sha256(entry).hexdigest(), _unpacked(entry))
         pictures = Pictures(
-            partial(loaded.engine.decode, result.latents),
+            partial(loaded.decoder.decode, result.latents),
             partial(loaded.engine.model.judge, request.prompt),
             partial(loaded.engine.model.remark, request.prompt),
         )

@@ -43,7 +43,7 @@ WAITING = 2  # finished generations that may wait; a slow store then holds back 
 class Pictures:
     """How latents become a video, which attributes it shows, if one can tell, and what else there is to say."""
 
-    decode: Callable[[], Frames]
+    decode: Callable[[], tuple[Frames, tuple[str, ...]]]  # frames, and what the trace should say of them
     judge: Callable[[Frames], Mapping[str, bool] | None]
     remark: Callable[[], str | None]
 
@@ -139,12 +139,13 @@ class Publisher:
         if finished.pictures is None:
             return Video()
         with finished.phases.timed("decode"):
-            frames = finished.pictures.decode()
+            frames, notes = finished.pictures.decode()
         with finished.phases.timed("mux"), tempfile.TemporaryDirectory(prefix="chorus-") as folder:
             path = Path(folder) / "video.mp4"
             write_mp4(frames, finished.claim.fps, path)  # reads it back and compares
             remark = finished.pictures.remark()
-            notes = (remark,) if remark is not None else ()
+            if remark is not None:
+                notes = (*notes, remark)
             return Video(path.read_bytes(), finished.pictures.judge(frames), notes)
 
     def _store_and_commit(self, finished: Finished, video: Video) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from chorus_batch.chorus.engine import Engine
     from chorus_batch.chorus.evidence import Evidence
     from chorus_batch.chorus.policy import Policy, ReusePolicy
+    from chorus_batch.workers.decoder import Decoder
+    from chorus_batch.workers.texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class LoadedModel:
 
     engine: Engine
     policies: Mapping[str, ReusePolicy]
+    decoder: Decoder
+    texts: Texts | None  # None: the engine encodes by itself
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class Runtime:
 
     def _load(self, domain: DomainRecord) -> LoadedModel:
         from chorus_batch.chorus.policy import Policy
-        from chorus_batch.workers.models import load_engine
+        from chorus_batch.workers.decoder import Decoder
+        from chorus_batch.workers.models import load_engine, load_texts
 
         card = load_card(domain.model, self.settings.models_folder)
         if card.fingerprint != domain.fingerprint:
@@ -161,10 +166,13 @@ class Runtime:
         if card.weights is not None:
             # A device seldom has room for two.
             self._models.clear()
-        engine = load_engine(card, self.settings, self._device())
+        device = self._device()
+        engine = load_engine(card, self.settings, device)
+        texts = load_texts(card, engine, self.store, device)
         quick = lexical_differ(card)
         differ = make_differ(self.settings.differ, quick)
-        return LoadedModel(engine, {policy.value: reuse_policy(card, policy, differ, quick) for policy in Policy})
+        policies = {policy.value: reuse_policy(card, policy, differ, quick) for policy in Policy}
+        return LoadedModel(engine, policies, Decoder(engine, card, device), texts)
 
     def _device(self) -> str:
         if self.settings.device != "auto":

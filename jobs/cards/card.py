@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from chorus_batch.jobs.anatomy import Anatomy
 from chorus_batch.jobs.errors import SettingsError
 from chorus_batch.jobs.parameters import Parameters
 from chorus_batch.jobs.weights import Weights
@@ -51,6 +52,7 @@ class ModelCard:
     # Words that mean the same in prompts for this model alone: in the built-in world a ball is a circle.
     synonyms: tuple[tuple[str, ...], ...] = ()
     weights: Weights | None = None  # where they lie; None: they come with the program
+    anatomy: Anatomy | None = None  # of a model with weights: what its memory follows from
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -163,6 +165,7 @@ def _card(table: dict[str, Any], folder: Path) -> ModelCard:
             "regions": {name: _number(value) for name, value in table.get("regions", {}).items()},
             "synonyms": tuple(tuple(map(str, group)) for group in table.get("synonyms", ())),
             "weights": Weights(**table["weights"]) if table.get("weights") else None,
+            "anatomy": _anatomy(table["anatomy"]) if table.get("anatomy") else None,
         }
     )
 
@@ -172,6 +175,11 @@ def _tables(tables: Mapping[str, list[list[float]]]) -> dict[int, tuple[Boundary
         int(steps): tuple((float(m_from), _whole(k1), _whole(k2)) for m_from, k1, k2 in rows)
         for steps, rows in tables.items()
     }
+
+
+def _anatomy(table: Mapping[str, Any]) -> Anatomy:
+    time, height, width = table["patch"]
+    return Anatomy(**{**table, "patch": (int(time), int(height), int(width))})
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:

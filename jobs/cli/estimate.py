@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     "--workers", type=click.IntRange(1), help="How many will run it; those that live now, or one, if left out."
 )
 @click.option("--gpu-price", type=click.FloatRange(0), metavar="P", help="What an hour of one worker costs.")
+@click.option(
+    "--device-memory", type=click.FloatRange(0, min_open=True), metavar="GIB", help="Of the device that will run it."
+)
 @reading_options
 @output_options
 @click.pass_context
@@ -37,7 +40,7 @@ def estimate(ctx: click.Context, /, what: str, as_json: bool, quiet: bool, **opt
     session = Session.of(ctx)
     from chorus_batch.jobs.outlook import Terms
 
-    terms = Terms(options["workers"], options["gpu_price"])
+    terms = Terms(options["workers"], options["gpu_price"], to_bytes(options["device_memory"]))
     if what == "-" or Path(what).exists():
         name, forecast = _of_file(session, what, terms, options)
     else:
@@ -106,6 +109,13 @@ def print_forecast(forecast: Forecast) -> None:
     print_table(rows, titles)
     for basis in forecast.basis:
         click.echo(f"seconds and bytes: {basis}")
+    for line in forecast.memory:
+        click.echo(f"memory: {line}")
+
+
+def to_bytes(gib: float | None) -> int | None:
+    """Bytes of GiB."""
+    return None if gib is None else int(gib * 2**30)
 
 
 def _count(value: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chorus_batch.jobs.cli.estimate import print_forecast
+from chorus_batch.jobs.cli.estimate import print_forecast, to_bytes
 from chorus_batch.jobs.cli.reading import ingest_options, reading_options
 from chorus_batch.jobs.cli.session import Session, output_options, print_json
 
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 @click.option("--deadline", metavar="T", help="Begin no more jobs from this time on: 2026-04-13T06:00, 06:00 or 8h.")
 @click.option("--new", is_flag=True, help="Submit files again that were submitted before.")
 @click.option("--dry-run", is_flag=True, help="Validate and plan; store nothing.")
+@click.option(
+    "--device-memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="With --dry-run: of the device that will run it.",
+)
 @click.option("--wait", is_flag=True, help="Wait until it is over; in the local profile this runs a worker.")
 @click.option("-o", "--output", type=click.Path(), help="With --wait: download the videos into this folder.")
 @output_options
@@ -47,6 +53,7 @@ def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int
         # While rows are read and embedded, the worker starts and loads its libraries: that takes it longest.
         ctx.with_resource(_worker(session))
     from chorus_batch.jobs.models import CacheMode
+    from chorus_batch.jobs.outlook import Terms
     from chorus_batch.jobs.submission import SubmitOptions, submit
 
     wanted = SubmitOptions(
@@ -60,7 +67,9 @@ def submit(ctx: click.Context, /, files: tuple[str, ...], **options: Any) -> int
     )
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(name, sys.stdin.buffer)) for name in files]
-        done = submit(session.settings, session.database, sources, ingest, wanted, dry_run=options["dry_run"])
+        terms = Terms(device_memory=to_bytes(options["device_memory"]))
+        dry_run = options["dry_run"]
+        done = submit(session.settings, session.database, sources, ingest, wanted, dry_run=dry_run, terms=terms)
         _tell(done)
         if done.batch_id is None:
             _print(done, options["as_json"], options["quiet"])

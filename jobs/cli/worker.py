@@ -16,18 +16,33 @@ def worker() -> None:
 
 @worker.command()
 @click.option("--device", help="auto, cpu, cuda or cuda:N; one worker for each device.")
+@click.option("--gpus", metavar="LIST", help="A worker process for each of these GPUs: 0,1 or all.")
 @click.option("--name", default="worker", show_default=True, help="What the worker is called in the logs.")
 @click.pass_context
-def start(ctx: click.Context, device: str | None, name: str) -> None:
-    """Run a worker in the foreground until it is told to stop. SIGTERM ends it at the next denoising step."""
+def start(ctx: click.Context, device: str | None, gpus: str | None, name: str) -> None:
+    """Run a worker in the foreground until it is told to stop. SIGTERM ends it at the next denoising step.
+
+    With --gpus one for each GPU, each seeing that one alone; one that ends by itself is started again.
+    """
     from dataclasses import replace
 
     from chorus_batch.jobs.companion import worker_command, worker_environment
+    from chorus_batch.jobs.errors import UsageError
+    from chorus_batch.jobs.fleet import Fleet, parse
+
+    if device and gpus:
+        raise UsageError("--device and --gpus can't be given together", hint="use --gpus 0 for a single GPU")
+    indices = parse(gpus, os.environ) if gpus else []
 
     session = Session.of(ctx)
     session.database.dispose()
     settings = replace(session.settings, device=device) if device else session.settings
-    command = worker_command(name=name, log_level="info" if ctx.obj["verbose"] else "warning")
+    level = "info" if ctx.obj["verbose"] else "warning"
+    if indices:
+        commands = {index: worker_command(name=f"{name}-{index}", log_level=level) for index in indices}
+        Fleet(commands, worker_environment(settings)).run()
+        return
+    command = worker_command(name=name, log_level=level)
     # Replaced, not spawned: signals then reach Celery itself.
     os.execve(command[0], command, worker_environment(settings))
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from chorus_batch.jobs.settings import load_settings
+from chorus_batch.jobs.storage import ObjectStore
+
 from .conftest import SCRIPT, Cli
 
 PROMPTS = ("a red fox moves left over a gray background", "a red fox moves right over a gray background")
@@ -33,6 +36,7 @@ def test_a_model_is_added_run_and_verified(
 ) -> None:
     monkeypatch.setenv("CHORUS_MODEL", "tiny-wan")
     monkeypatch.setenv("CHORUS_DEVICE", "cpu")
+    monkeypatch.setenv("CHORUS_S3_BUCKET", "only-a-wans")
     folder = shutil.copytree(wan_folder, tmp_path / "wan")
     path = tmp_path / "prompts.csv"
     path.write_text("prompt,seed\n" + "".join(f"{prompt},{seed}\n" for seed, prompt in enumerate(PROMPTS)))
@@ -48,11 +52,22 @@ def test_a_model_is_added_run_and_verified(
     assert str(folder) in production("model", "list").out
     assert production("model", "add", "tiny-wan", folder).code == 5
 
+    told = production("submit", path, *SIZE, "--dry-run", "--device-memory", "24").out
+    line = "tiny-wan, 48x32, 9 frames: needs about 1.0 GiB on the device (encoding); with tiling 1.0; with offload 1.0"
+    assert f"memory: {line}: fits in 24.0 GiB\n" in told
+    assert (
+        f"memory: {line}: does not fit in 0.5 GiB\n"
+        in production("estimate", path, *SIZE, "--device-memory", "0.5").out
+    )
+    assert f"memory: {line}\n" in production("estimate", path, *SIZE).out
+
     with worker():
         ended = production("submit", path, *SIZE, "--wait", "--json")
     assert ended.code == 0, ended.err
     assert (ended.json["done"], ended.json["hits"], ended.json["steps_total"]) == (2, 1, 8)
     assert ended.json["steps_skipped"] >= 1
+    # Both texts were encoded once and are kept for every later batch; without guidance there is no negative one.
+    assert len(list(ObjectStore.from_settings(load_settings()).list("texts/"))) == 2
 
     assert production("model", "verify", "tiny-wan", "-q").out == "tiny-wan\n"
     weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"

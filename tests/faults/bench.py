@@ -75,7 +75,7 @@ class Bench:
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([("prompt", "seed"), *((prompt, n) for n, prompt in enumerate(prompts))])
         overrides = {"steps": str(STEPS), **(parameters or {})}
-        ingest = IngestOptions(load_card("builtin"), overrides=overrides)
+        ingest = IngestOptions(load_card(self.settings.model, self.settings.models_folder), overrides=overrides)
         with ExitStack() as stack:
             sources = [stack.enter_context(open_source(str(path)))]
             done = submit(self.settings, self.engine, sources, ingest, SubmitOptions(cache=cache, new=True))

@@ -761,3 +761,24 @@ def test_wrong_states_are_refused_by_the_schema(writer: Writer, database: Engine
     ):
         with pytest.raises(Exception, match="violates check constraint"), database.begin() as connection:
             connection.execute(text(statement))
+
+
+def test_upcoming_prompts_are_the_batchs_own_each_once_the_next_first(database: Engine, writer: Writer) -> None:
+    worker = writer.worker("w")
+    writer.batch([Part(prompt="another batch's", priority=-1)], name="other")
+    writer.batch(
+        [
+            Part(prompt="claimed", priority=9),
+            Part(prompt="last"),
+            Part(prompt="same", priority=5),
+            Part(source=2, prompt="follower", priority=5),
+            Part(prompt="same", seed=1),
+        ]
+    )
+    with transaction(database) as connection:
+        claim = queue.claim(connection, worker)
+        assert claim is not None and claim.prompt == "claimed"
+        assert queue.upcoming_prompts(connection, claim, 10) == ["same", "follower", "last"]
+        assert queue.upcoming_prompts(connection, claim, 2) == ["same", "follower"]
+        connection.execute(text("UPDATE domains SET fingerprint = repeat('1', 64)"))
+        assert queue.upcoming_prompts(connection, claim, 10) == []
