@@ -46,8 +46,8 @@ class Costs:
     tokens_per_step: through the transformer, both branches of the guidance together. step_share: of them, what a plain
     run computes (less than 1 with a step cache). region_share: what a step computes that is limited to a region.
     seconds_per_token: of denoising. beside: seconds of a job besides denoising, by what the cache gave it, from claim
-    to commit; held: those of them that keep the device or the worker from another job. Bytes are of one object; `entry_step` of
-    one latent kept in an entry.
+    to commit; held: those of them that keep the device or the worker from another job. Bytes are of one object;
+    `entry_step` of one latent kept in an entry.
     """
 
     basis: str

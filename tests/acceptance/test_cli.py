@@ -373,6 +373,19 @@ def test_a_broker_that_is_away_stops_nothing(production: Cli, monkeypatch: pytes
         assert (ended.code, ended.lines) == (0, [str(n + 1)])
 
 
+def test_the_doctor_of_production(production: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHORUS_PROFILE")
+    ended = production("doctor", "--profile", "production", "--json")
+    findings = {found["name"]: found for found in ended.objects}
+    assert ended.code == 0 and {name for name, found in findings.items() if found["ok"] is False} == set()
+    assert findings["servers"]["detail"].startswith("profile production")
+    assert {"database", "broker", "store", "embedder", "model", "memory"} <= set(findings)
+    monkeypatch.delenv("CHORUS_DATABASE_URL")
+    ended = production("doctor", "--profile", "production", "--json")
+    (wrong,) = [found for found in ended.objects if found["ok"] is False]
+    assert ended.code == 6 and "CHORUS_DATABASE_URL" in wrong["detail"] + wrong["hint"]
+
+
 def test_the_doctor_names_what_is_away(production: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORUS_DATABASE_URL", "postgresql://u:secret@127.0.0.1:1/x")
     monkeypatch.setenv("CHORUS_BROKER_URL", "redis://127.0.0.1:1/0")
