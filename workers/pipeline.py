@@ -16,7 +16,7 @@ from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, Missi
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
-from chorus_batch.chorus.segment import Source
+from chorus_batch.chorus.segment import Source, Video
 from chorus_batch.jobs import cache, keys, queue
 from chorus_batch.jobs.claims import Claim, GenerationRecord
 from chorus_batch.jobs.database import statement, transaction
@@ -30,6 +30,7 @@ from chorus_batch.workers.failures import INTERNAL, Failure
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import LOST, Finished, Pictures, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
+from chorus_batch.workers.video import VideoError, read_mp4
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,8 @@ class Pipeline:
             try:
                 held = self._held(neighbour, phases)
                 with phases.timed("decide"):
-                    source = Source(clean_prompt(neighbour.prompt), held.evidence)
+                    video = partial(self._video, neighbour, engine, request.settings, notes)
+                    source = Source(clean_prompt(neighbour.prompt), held.evidence, video)
                     candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
                     offsets = engine.model.token_offsets(request.prompt)
                     decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
@@ -264,6 +266,22 @@ class Pipeline:
                 held = _unpacked(self._runtime.store.get(neighbour.object.key, neighbour.object))
             self._runtime.held.add(neighbour.job_id, neighbour.object.sha256, held)
         return held
+
+    def _video(
+        self, neighbour: Neighbour, engine: Engine, settings: GenerationSettings, notes: list[str]
+    ) -> Video | None:
+        """The source's video, for a segmenter that looks at it; None, with a note, where it is lost."""
+        try:
+            with transaction(self._runtime.database) as connection:
+                stored = cache.video_of(connection, neighbour.job_id)
+            if stored is None:
+                raise ObjectMissing(f"job {neighbour.job_id} has no video")
+            frames = read_mp4(self._runtime.store.get(stored.key, stored))
+        except (ObjectMissing, ObjectCorrupt, VideoError) as error:
+            log.warning("entry %s: %s", neighbour.entry_id, error)
+            notes.append(f"entry {neighbour.entry_id} has lost its video ({error.code}): region from the evidence")
+            return None
+        return Video(frames, engine.grid(engine.model.latent_shape(settings)))
 
     def _checkpoint(self, claim: Claim, phases: Phases, notes: list[str]) -> checkpoint.Checkpoint | None:
         """Where an earlier attempt was stopped, if it left anything that can be read."""

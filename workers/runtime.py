@@ -8,6 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sqlalchemy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from chorus_batch.chorus.engine import Engine
     from chorus_batch.chorus.evidence import Evidence
     from chorus_batch.chorus.policy import Policy, ReusePolicy
+    from chorus_batch.chorus.segment import Segmenter
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +166,9 @@ class Runtime:
         engine = load_engine(card, self.settings, self._device())
         quick = lexical_differ(card)
         differ = make_differ(self.settings.differ, quick)
-        return LoadedModel(engine, {policy.value: reuse_policy(card, policy, differ, quick) for policy in Policy})
+        segmenter = make_segmenter(self.settings.segmenter, self._device())
+        policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
+        return LoadedModel(engine, policies)
 
     def _device(self) -> str:
         if self.settings.device != "auto":
@@ -190,7 +194,21 @@ def make_differ(name: str, lexical: Differ) -> Differ:
     return LlmDiffer(name.removeprefix("llm:"), lexical)
 
 
-def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ) -> ReusePolicy:
+def make_segmenter(name: str, device: str) -> Segmenter:
+    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError."""
+    if name == "evidence":
+        from chorus_batch.chorus.segment import EvidenceSegmenter
+
+        return EvidenceSegmenter()
+    from chorus_batch.chorus.grounded import GroundedSegmenter
+
+    dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
+    return GroundedSegmenter(dino, sam2, device)
+
+
+def reuse_policy(
+    card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter | None = None
+) -> ReusePolicy:
     """How a model's latents are reused under a policy, by its card; `quick` ranks sources."""
     from chorus_batch.chorus.gains import Gains
     from chorus_batch.chorus.policy import ReusePolicy
@@ -206,7 +224,7 @@ def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ)
         Gains(**card.gains, tau=tau),
         RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
         differ,
-        EvidenceSegmenter(),
+        segmenter or EvidenceSegmenter(),
         {kind: Gains(**gains, tau=tau) for kind, gains in card.kind_gains.items()},
         quick,
     )
