@@ -22,7 +22,8 @@ from minio import Minio
 
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import NotFinite, OutOfMemory
-from chorus_batch.jobs import control, leases, queue, storage
+from chorus_batch.chorus.stages import Boundaries
+from chorus_batch.jobs import cache, control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.errors import DependencyDown
 from chorus_batch.jobs.local import profile as local
@@ -124,6 +125,38 @@ def test_a_worker_that_is_told_to_stop_while_the_store_is_away_gives_its_result_
 
 
 # --- the cache: slow at worst, never wrong
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
+    lost: bool, bench: Bench, hire: Hire, grounded_folders: tuple[Path, Path]
+) -> None:
+    def hired(**changes: str) -> Worker:
+        """With boundaries that have a stage 2, which the built-in model's own don't."""
+        worker = hire(**changes)
+        with transaction(bench.engine) as connection:
+            loaded = worker.runtime.model(cache.domain(connection, 1))
+        loaded.policies["chorus"].boundaries = Boundaries.parse({str(STEPS): [[0.79, 1, 3]]}, 3.0)
+        return worker
+
+    source = bench.submit(PROMPTS[:1])
+    hired().work()
+    by_evidence = bench.submit(PROMPTS[2:3] + PROMPTS[1:2])  # as below, but with another seed: no exact hit
+    hired().work()
+    if lost:
+        bench.store.remove([bench.jobs(source)[0].video_key])
+    by_video = bench.submit(PROMPTS[1:2])
+    hired(segmenter="grounded:{},{}".format(*grounded_folders)).work()
+    (expected, follower) = bench.jobs(by_evidence)[1], bench.jobs(by_video)[0]
+    regions = [
+        bench.sql("SELECT details->>'regions' AS sha256 FROM generations WHERE job_id = :job", job=job.id)[0].sha256
+        for job in (expected, follower)
+    ]
+    assert follower.cache_result == expected.cache_result == "semantic" and None not in regions
+    # Models that know nothing see other things in the video than the source's own attention did.
+    assert (regions[0] == regions[1]) is lost
+    said = f"entry {follower.entry_id} has lost its video (object_missing): region from the evidence"
+    assert follower.notes == ([said] if lost else [])
 
 
 @pytest.mark.parametrize("how", ["cut on the way", "changed on the way", "changed", "swapped", "deleted", "empty"])

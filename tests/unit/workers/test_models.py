@@ -13,7 +13,9 @@ import torch
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.differ import Kind
 from chorus_batch.chorus.errors import WeightsError
+from chorus_batch.chorus.grounded import GroundedSegmenter
 from chorus_batch.chorus.request import Request
+from chorus_batch.chorus.segment import EvidenceSegmenter
 from chorus_batch.jobs import registry
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
@@ -105,3 +107,17 @@ def test_a_ball_is_a_circle_for_the_builtin_model_alone(runtime: Runtime, card: 
         for differ in (policy.differ, policy.quick):
             difference = differ.compare("a red circle moves left", "a red ball moves left")
             assert (difference.kind, bool(difference.target_spans)) == (kind, found is card)
+
+
+def test_the_settings_name_the_segmenter(
+    runtime: Runtime, card: ModelCard, grounded_folders: tuple[Path, Path]
+) -> None:
+    assert isinstance(runtime.model(domain(card)).policies["chorus"].segmenter, EvidenceSegmenter)
+    dino, sam2 = grounded_folders
+    other = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino}, {sam2}"))
+    assert isinstance(other.model(domain(card)).policies["chorus"].segmenter, GroundedSegmenter)
+    other.database.dispose()
+    lost = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino},{sam2}/gone"))
+    with pytest.raises(WeightsError, match="gone holds no model of the type sam2_video"):
+        lost.model(domain(card))
+    lost.database.dispose()
