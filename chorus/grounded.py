@@ -105,15 +105,14 @@ class GroundedSegmenter:
 
         _, _, model = self._models()
         side = model.config.image_size
-        height, width = (side, side) if isinstance(side, int) else side
+        inside = (side, side) if isinstance(side, int) else tuple(side)
         pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
-        pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+        pixels = torch.nn.functional.interpolate(pixels, inside, mode="bilinear", antialias=True)
         mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, DEVIATION))
-        size = frames.shape[1:3]
-        session = Sam2VideoInferenceSession(
-            (pixels - mean) / deviation, *size, inference_device=self._device, dtype=torch.float32
-        )
-        corners = boxes.reshape(-1, 1, 1, 2, 2) * torch.tensor([width / size[1], height / size[0]])
+        height, width = frames.shape[1:3]
+        device, pixels = self._device, (pixels - mean) / deviation
+        session = Sam2VideoInferenceSession(pixels, height, width, device, device, "cpu", torch.float32)
+        corners = boxes.reshape(-1, 1, 1, 2, 2) * torch.tensor([inside[1] / width, inside[0] / height])
         for number, points in enumerate(corners):
             labels = torch.tensor(CORNERS, dtype=torch.int32).reshape(1, 1, 2)
             index = session.obj_id_to_idx(number)
@@ -121,17 +120,17 @@ class GroundedSegmenter:
         session.obj_with_new_inputs = list(range(len(corners)))
         outlines = torch.zeros(frames.shape[:3], dtype=torch.bool)
         for told in model.propagate_in_video_iterator(session, start_frame_idx=0):
-            logits = torch.nn.functional.interpolate(told.pred_masks.float(), size, mode="bilinear")
+            logits = torch.nn.functional.interpolate(told.pred_masks.float(), (height, width), mode="bilinear")
             outlines[told.frame_idx] = (logits > 0).any(0)[0].cpu()
         return outlines
 
     def _models(self) -> tuple[Any, Any, Any]:
         if self._loaded is None:
-            from transformers import AutoProcessor, GroundingDinoForObjectDetection, Sam2VideoModel
+            from transformers import GroundingDinoForObjectDetection, GroundingDinoProcessor, Sam2VideoModel
 
             dino, sam2 = self._folders
             processor = wan.guarded(
-                lambda: AutoProcessor.from_pretrained(dino, local_files_only=True), f"the processor in {dino}"
+                lambda: GroundingDinoProcessor.from_pretrained(dino, local_files_only=True), f"the processor in {dino}"
             )
             loaded = [_load(of, at) for of, at in ((GroundingDinoForObjectDetection, dino), (Sam2VideoModel, sam2))]
             finder, follower = (model.to(self._device).eval().requires_grad_(False) for model in loaded)

@@ -48,9 +48,7 @@ class Settings:
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
     differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
-    segmenter: str = (
-        "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO folder>,<SAM 2 folder>
-    )
+    segmenter: str = "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO>,<SAM 2>
     attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
