@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from pathlib import Path
-
-log = logging.getLogger(__name__)
 
 
 class AnswerFile:
@@ -42,8 +39,8 @@ class AnswerFile:
                 if file.seek(0, os.SEEK_END) and _last(file.fileno()) != b"\n":
                     line = b"\n" + line
                 file.write(line)
-        except OSError as error:
-            log.warning("%s: %s", self._path, error)
+        except OSError:
+            pass  # a read-only file system, or a full one: the next process asks again
 
     def _follow(self) -> None:
         """Read what was added since, whole lines only."""

@@ -60,9 +60,9 @@ class Writer(Protocol):
 class LlmDiffer:
     """Asks a model, and the `fallback` where the model's answer is invalid.
 
-    What was found is remembered by pair, and what the model wrote in the file `answers`, if there is one. `calls` counts
-    the pairs that an answer of the model was looked at for, `fallbacks` those of them that the other differ had to
-    answer: nearly all of them for a model that is too small for the question.
+    What was found is remembered by pair, and what the model wrote in the file `answers`, if there is one. `calls`
+    counts the pairs that an answer of the model was looked at for, `fallbacks` those of them that the other differ had
+    to answer: nearly all of them for a model that is too small for the question.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LlmDiffer:
         return found
 
     def compare_many(self, pairs: Sequence[tuple[str, str]]) -> list[Difference]:
-        """The difference of each (source, target), as `compare` has it; the model is asked about all of them at once."""
+        """The difference of each (source, target), as `compare` has it; the model is asked about all at once."""
         fresh = [pair for pair in dict.fromkeys(pairs) if not self.knows(*pair)]
         told = dict(zip(fresh, self._told([question(*pair) for pair in fresh]), strict=True))
         found = []

@@ -14,6 +14,7 @@ from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
+from chorus_batch.chorus.llm_differ import LlmDiffer
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
 from chorus_batch.chorus.segment import Source, Video
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 TRIES = 3
 # Nearest entries among which the one that bears most steps is looked for: a comparison of two prompts each.
 RANKED = 8
+# Pairs that a differ that is a model is asked about beside the one that is needed now.
+AHEAD = 63
 
 
 class _Deferred(Exception):
@@ -218,6 +221,7 @@ class Pipeline:
                 break
             with phases.timed("decide"):
                 neighbour = best(claim, policy, request, found)
+                self._ask_ahead(claim, policy, (clean_prompt(neighbour.prompt), request.prompt))
             try:
                 held = self._held(neighbour, phases)
                 with phases.timed("decide"):
@@ -258,6 +262,15 @@ class Pipeline:
                 if not deferred:  # it may have ended between the two
                     return search(connection)
             raise _Deferred
+
+    def _ask_ahead(self, claim: Claim, policy: ReusePolicy, pair: tuple[str, str]) -> None:
+        """Where the differ is a model that has to be asked: about the batch's next planned pairs too, at once."""
+        differ = policy.differ
+        if not isinstance(differ, LlmDiffer) or differ.knows(*pair):
+            return
+        with transaction(self._runtime.database) as connection:
+            planned = queue.planned_pairs(connection, claim, AHEAD)
+        differ.compare_many([pair, *((clean_prompt(source), clean_prompt(target)) for source, target in planned)])
 
     def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
         held = self._runtime.held.get(neighbour.job_id, neighbour.object.sha256)

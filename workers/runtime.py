@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy
 
+from chorus_batch.jobs import registry
 from chorus_batch.jobs.cards.card import ModelCard, load_card
+from chorus_batch.jobs.checksums import combine
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.errors import WeightsRejected
@@ -165,7 +167,7 @@ class Runtime:
             self._models.clear()
         engine = load_engine(card, self.settings, self._device())
         quick = lexical_differ(card)
-        differ = make_differ(self.settings.differ, quick)
+        differ = make_differ(self.settings, quick, self._device())
         segmenter = make_segmenter(self.settings.segmenter, self._device())
         policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
         return LoadedModel(engine, policies)
@@ -185,13 +187,21 @@ def lexical_differ(card: ModelCard) -> Differ:
     return LexicalDiffer(LexicalSettings(synonyms=card.synonyms))
 
 
-def make_differ(name: str, lexical: Differ) -> Differ:
-    """The differ that the settings name: the lexical one, or llm:FOLDER, which falls back on it."""
-    if name == "lexical":
-        return lexical
-    from chorus_batch.chorus.llm_differ import LlmDiffer
+def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
+    """The differ that the settings name: the lexical one, or llm:FOLDER, which falls back on it.
 
-    return LlmDiffer(name.removeprefix("llm:"), lexical)
+    What a model answers is kept in the data folder, by the checksums of its files. Raises WeightsError.
+    """
+    if settings.differ == "lexical":
+        return lexical
+    from chorus_batch.chorus.answers import AnswerFile
+    from chorus_batch.chorus.llm_differ import LlmDiffer, LocalModel
+
+    folder = Path(settings.differ.removeprefix("llm:").strip()).expanduser()
+    model = LocalModel(folder, device=device)
+    files = {path.name: path for path in folder.iterdir() if path.is_file()}
+    fingerprint = combine(registry.memory(settings).of(files))
+    return LlmDiffer(model, lexical, AnswerFile(settings.data_dir / "answers.jsonl", fingerprint))
 
 
 def make_segmenter(name: str, device: str) -> Segmenter:

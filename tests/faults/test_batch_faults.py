@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from minio import Minio
 
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import NotFinite, OutOfMemory
+from chorus_batch.chorus.llm_differ import LocalModel
 from chorus_batch.chorus.stages import Boundaries
 from chorus_batch.jobs import cache, control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
@@ -36,6 +38,7 @@ from chorus_batch.workers.reconciler import Reconciler
 from tests.faults.bench import PASSES, PROMPTS, STEPS, Bench, Worker, hiring, signalled, until
 from tests.faults.conftest import impatient
 from tests.faults.proxy import FaultProxy, Spoil
+from tests.language_model import save_model
 
 Hire = Callable[..., Worker]
 
@@ -157,6 +160,35 @@ def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
     assert (regions[0] == regions[1]) is lost
     said = f"entry {follower.entry_id} has lost its video (object_missing): region from the evidence"
     assert follower.notes == ([said] if lost else [])
+
+
+def test_a_language_model_is_asked_about_a_plans_pairs_at_once_and_never_again(
+    bench: Bench, hire: Hire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, write = list[list[str]](), LocalModel.write
+
+    def counted(model: LocalModel, texts: Sequence[str]) -> list[str | None]:
+        asked.append(list(texts))
+        return write(model, texts)
+
+    monkeypatch.setattr(LocalModel, "write", counted)
+    # As if the source weren't named twice, the model's word counts: of the kind "several", with nothing to find.
+    answer = {"kind": "several", "scope": "everything", "source_phrase": "circle", "target_phrase": "circle"}
+    folder = save_model(tmp_path / "llm", answer=json.dumps(answer))
+    mine = {"differ": f"llm:{folder}", "data_dir": tmp_path / "data"}
+    colors = ("blue", "green", "yellow")
+    prompts = [PROMPTS[0], *(PROMPTS[0].replace("red", color) for color in colors)]
+    batch = bench.submit(prompts)
+    hire(**mine).work()
+    bench.check_done(batch)
+    kinds = bench.sql("SELECT kind, count(*) FROM generations WHERE cache_result = 'semantic' GROUP BY kind")
+    assert [tuple(row) for row in kinds] == [("several", 3)]
+    assert [len(texts) for texts in asked] == [3]
+    # Another worker, and other seeds.
+    again = bench.submit([PROMPTS[0], PROMPTS[0], *prompts[1:]])
+    hire(**mine).work()
+    bench.check_done(again)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("how", ["cut on the way", "changed on the way", "changed", "swapped", "deleted", "empty"])
