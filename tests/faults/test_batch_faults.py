@@ -172,7 +172,7 @@ def test_a_language_model_is_asked_about_a_plans_pairs_at_once_and_never_again(
         return write(model, texts)
 
     monkeypatch.setattr(LocalModel, "write", counted)
-    # As if the source weren't named twice, the model's word counts: of the kind "several", with nothing to find.
+    # Not what the lexical differ says of a colour.
     answer = {"kind": "several", "scope": "everything", "source_phrase": "circle", "target_phrase": "circle"}
     folder = save_model(tmp_path / "llm", answer=json.dumps(answer))
     mine = {"differ": f"llm:{folder}", "data_dir": tmp_path / "data"}
