@@ -7,9 +7,12 @@ is left to another differ, and counted.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from .answers import AnswerFile
 from .differ import SCOPES, Differ, Difference, Kind, LexicalDiffer, Scope, Spans
 from .errors import WeightsError
 from .lexicon import part, verb_key
@@ -18,6 +21,8 @@ from .phrases import read
 KEYS = ("kind", "scope", "source_phrase", "target_phrase")
 # The answer is an object of four short texts.
 MAX_NEW_TOKENS = 96
+AT_ONCE = 16  # pairs in one pass of the model
+REMEMBERED = 8192  # pairs
 INSTRUCTION = """Two prompts for videos are given. Say what differs between them, as one JSON object with four texts:
 "kind": one of attribute (colour, size, texture or material of an object), object (another object), background \
 (another place, backdrop, weather or light), motion, camera, style, several (more than one of these).
@@ -45,34 +50,72 @@ class InvalidAnswer(ValueError):
 
 
 class Writer(Protocol):
-    """A language model that continues a text."""
+    """A language model that continues texts."""
 
-    def write(self, text: str) -> str:
-        """What the model writes after `text`, the same each time. Raises ValueError where it can't."""
+    def write(self, texts: Sequence[str]) -> list[str | None]:
+        """What the model writes after each text, the same each time; None after one that is too long for it."""
         ...
 
 
 class LlmDiffer:
     """Asks a model, and the `fallback` where the model's answer is invalid.
 
-    `calls` counts the pairs that the model was asked about, `fallbacks` those of them that the other differ had to
-    answer: nearly all of them for a model that is too small for the question.
+    What was found is remembered by pair, and what the model wrote in the file `answers`, if there is one. `calls`
+    counts the pairs that an answer of the model was looked at for, `fallbacks` those of them that the other differ had
+    to answer: nearly all of them for a model that is too small for the question.
     """
 
-    def __init__(self, model: str | Path | Writer, fallback: Differ | None = None) -> None:
+    def __init__(
+        self, model: str | Path | Writer, fallback: Differ | None = None, answers: AnswerFile | None = None
+    ) -> None:
         """`model` is a folder that transformers can load, or what writes. Raises WeightsError for a missing folder."""
         self._writer = LocalModel(Path(model)) if isinstance(model, str | Path) else model
         self._fallback = fallback or LexicalDiffer()
+        self._answers = answers
+        self._found: OrderedDict[tuple[str, str], Difference] = OrderedDict()
         self.calls = 0
         self.fallbacks = 0
 
     def compare(self, source: str, target: str) -> Difference:
         """The difference as the model tells it. Raises WeightsError where the model can't be loaded."""
-        if source == target:
-            return self._fallback.compare(source, target)
+        (found,) = self.compare_many([(source, target)])
+        return found
+
+    def compare_many(self, pairs: Sequence[tuple[str, str]]) -> list[Difference]:
+        """The difference of each (source, target), as `compare` has it; the model is asked about all at once."""
+        fresh = [pair for pair in dict.fromkeys(pairs) if not self.knows(*pair)]
+        told = dict(zip(fresh, self._told([question(*pair) for pair in fresh]), strict=True))
+        found = []
+        for pair in pairs:
+            if pair in told:
+                self._found[pair] = self._read(told.pop(pair), *pair)
+            if pair in self._found:
+                self._found.move_to_end(pair)
+            found.append(self._found[pair] if pair in self._found else self._fallback.compare(*pair))
+        while len(self._found) > REMEMBERED:
+            self._found.popitem(last=False)
+        return found
+
+    def knows(self, source: str, target: str) -> bool:
+        """Whether the model needn't be asked about a pair: it was, or nothing differs."""
+        return source == target or (source, target) in self._found
+
+    def _told(self, questions: Sequence[str]) -> list[str | None]:
+        """The model's answers, from the file where it has them."""
+        told = {text: self._answers.get(text) if self._answers is not None else None for text in questions}
+        asked = [text for text, answer in told.items() if answer is None]
+        for text, answer in zip(asked, self._writer.write(asked) if asked else [], strict=True):
+            told[text] = answer
+            if self._answers is not None and answer is not None:
+                self._answers.add(text, answer)
+        return [told[text] for text in questions]
+
+    def _read(self, answer: str | None, source: str, target: str) -> Difference:
         self.calls += 1
         try:
-            return parse_answer(self._writer.write(question(source, target)), source, target)
+            if answer is None:
+                raise InvalidAnswer("the prompts are too long for the model")
+            return parse_answer(answer, source, target)
         except ValueError:
             self.fallbacks += 1
             return self._fallback.compare(source, target)
@@ -165,29 +208,45 @@ class LocalModel:
         self._folder, self._device, self._max_new_tokens = folder, device, max_new_tokens
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
 
-    def write(self, text: str) -> str:
-        """What the model answers. Raises ValueError where the text is too long for it, WeightsError where it can't be
+    def write(self, texts: Sequence[str]) -> list[str | None]:
+        """What the model answers to each, None where a text is too long for it. Raises WeightsError where it can't be
         loaded."""
+        model, tokenizer = self._loaded = self._loaded or self._load()
+        room = getattr(model.config, "max_position_embeddings", None)
+        tokens = [_tokens(tokenizer, text) for text in texts]
+        fits = [i for i, ids in enumerate(tokens) if room is None or len(ids) + self._max_new_tokens <= room]
+        written: list[str | None] = [None] * len(texts)
+        # Those that are about as long go together: little is padded.
+        fits.sort(key=lambda i: len(tokens[i]))
+        for first in range(0, len(fits), AT_ONCE):
+            some = fits[first : first + AT_ONCE]
+            for i, text in zip(some, self._continued([tokens[i] for i in some]), strict=True):
+                written[i] = text
+        return written
+
+    def _continued(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        """What the model writes after each text, given as token ids, in one batch."""
         import torch
 
-        model, tokenizer = self._loaded = self._loaded or self._load()
-        tokens = _tokens(tokenizer, text).to(self._device)
-        room = getattr(model.config, "max_position_embeddings", None)
-        if room is not None and tokens.shape[1] + self._max_new_tokens > room:
-            raise ValueError(f"{tokens.shape[1]} tokens and {self._max_new_tokens} more don't fit into {room}")
+        assert self._loaded is not None
+        model, tokenizer = self._loaded
         ends = model.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        # On the left: a text has to end where the model goes on.
+        longest = max(map(len, texts))
+        ids = torch.tensor([[pad] * (longest - len(text)) + list(text) for text in texts], device=self._device)
+        mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=self._device)
         with torch.inference_mode():
             written = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
+                ids,
+                attention_mask=mask,
                 max_new_tokens=self._max_new_tokens,
                 do_sample=False,
                 eos_token_id=ends,
                 pad_token_id=pad,
             )
-        return str(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+        return [str(text) for text in tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)]
 
     def _load(self) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -203,11 +262,11 @@ class LocalModel:
         return model.to(self._device).eval(), tokenizer
 
 
-def _tokens(tokenizer: Any, text: str) -> Any:
-    """Token ids [1, n]; as the user's turn for a model that was tuned on turns."""
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    """Token ids; as the user's turn for a model that was tuned on turns."""
     if not tokenizer.chat_template:
-        return tokenizer(text, return_tensors="pt")["input_ids"]
+        return list(tokenizer(text)["input_ids"])
     turns = [{"role": "user", "content": text}]
     chat = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     # The template has written the special tokens already.
-    return tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])

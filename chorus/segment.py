@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .differ import Difference, Scope
@@ -12,12 +15,24 @@ from .evidence import Evidence
 from .regions import complement
 
 
+@dataclass(frozen=True, eq=False)
+class Video:
+    """A finished video: frames, uint8 [F, H, W, 3], RGB; `grid` is its token grid [T, h, w]."""
+
+    frames: npt.NDArray[np.uint8]
+    grid: tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Source:
-    """What a segmenter may look at: the source's prompt and, where it was recorded, its evidence."""
+    """What a segmenter may look at: the source's prompt; its evidence, where it was recorded; its video, when asked.
+
+    `video` fetches and decodes, so it's called by who needs it only; None where the video is lost.
+    """
 
     prompt: str
     evidence: Evidence | None
+    video: Callable[[], Video | None] | None = None
 
 
 class Segmenter(Protocol):

@@ -11,6 +11,7 @@ from pgvector.psycopg import register_vector
 from sqlalchemy import Connection, text
 
 from chorus_batch.jobs.claims import DomainRecord
+from chorus_batch.jobs.storage import StoredObject
 
 
 def register_space(connection: Connection, name: str, dimension: int) -> int:
@@ -98,6 +99,13 @@ def live_entries(connection: Connection, domain_id: int, limit: int) -> list[tup
         (domain_id, limit),
     )
     return [(int(i), bytes(key), prompt, _array(vector)) for i, key, prompt, vector in found]
+
+
+def video_of(connection: Connection, job_id: int) -> StoredObject | None:
+    """The video of a finished job, or None."""
+    query = "SELECT video_key, video_bytes, video_sha256 FROM generations WHERE job_id = :job"
+    row = connection.execute(text(query), {"job": job_id}).one_or_none()
+    return None if row is None else StoredObject(*row)
 
 
 def evict(connection: Connection, entry_id: int, reason: str) -> None:

@@ -414,6 +414,20 @@ def upcoming_prompts(connection: Connection, claim: Claim, limit: int) -> list[s
     return list(connection.execute(text(query), values).scalars())
 
 
+def planned_pairs(connection: Connection, claim: Claim, count: int) -> list[tuple[str, str]]:
+    """Prompts (source, follower) of the next followers that stand behind the claim in its batch's plan and domain."""
+    query = """
+        SELECT coalesce(s.prompt, e.prompt), j.prompt FROM queue q JOIN jobs j ON j.id = q.job_id
+            LEFT JOIN jobs s ON s.id = j.source_job_id LEFT JOIN cache_entries e ON e.id = j.source_entry_id
+        WHERE q.batch_id = :batch AND q.state IN ('waiting', 'ready') AND j.domain_id = :domain AND j.role = 'follower'
+            AND q.position > (SELECT position FROM queue WHERE job_id = :job)
+            AND coalesce(s.prompt, e.prompt) IS NOT NULL
+        ORDER BY q.position LIMIT :count
+    """
+    values = {"batch": claim.batch_id, "domain": claim.domain.id, "job": claim.job_id, "count": count}
+    return [(source, target) for source, target in connection.execute(text(query), values)]
+
+
 def finished_request(connection: Connection, claim: Claim) -> Row[Any] | None:
     """The generation of the same request (domain, prompt, seed, frame rate) finished before, or None."""
     query = """

@@ -48,6 +48,7 @@ class Settings:
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
     differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
+    segmenter: str = "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO>,<SAM 2>
     attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
@@ -74,6 +75,13 @@ class Settings:
             )
         if self.differ != "lexical" and not (self.differ.startswith("llm:") and self.differ[4:].strip()):
             raise SettingsError(f"differ is {self.differ!r}", hint="use lexical or llm:<folder>")
+        kind, _, folders = self.segmenter.partition(":")
+        two = [name.strip() for name in folders.split(",")]
+        if self.segmenter != "evidence" and not (kind == "grounded" and len(two) == 2 and all(two)):
+            raise SettingsError(
+                f"segmenter is {self.segmenter!r}",
+                hint="use evidence or grounded:<folder of GroundingDINO>,<folder of SAM 2>",
+            )
         if self.latent_dtype not in LATENT_DTYPES:
             raise SettingsError(f"latent_dtype is {self.latent_dtype!r}", hint=f"use {', '.join(LATENT_DTYPES)}")
         if self.lease < 2 * self.heartbeat_interval:

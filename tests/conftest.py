@@ -149,3 +149,75 @@ def wan_folder(random_transformer: Any, tmp_path_factory: pytest.TempPathFactory
         transformer=random_transformer,
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def grounded_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny GroundingDINO with its processor and a tiny SAM 2 for video, random weights, as transformers saves them."""
+    import torch
+    from transformers import (
+        BertTokenizerFast,
+        GroundingDinoConfig,
+        GroundingDinoForObjectDetection,
+        GroundingDinoProcessor,
+        Sam2VideoConfig,
+        Sam2VideoModel,
+        Sam2VisionConfig,
+    )
+    from transformers.models.grounding_dino.image_processing_pil_grounding_dino import GroundingDinoImageProcessorPil
+
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    dino, sam2 = (tmp_path_factory.mktemp("grounded") / name for name in ("dino", "sam2"))
+    swin = {"image_size": 64, "embed_dim": 8, "depths": [1] * 4, "num_heads": [1, 1, 2, 2], "window_size": 2}
+    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    finder = GroundingDinoConfig(
+        backbone_config={"model_type": "swin", "out_indices": [2, 3, 4], **swin},
+        text_config={"model_type": "bert", "vocab_size": 32, "max_position_embeddings": 64, **bert},
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        num_queries=2,
+        max_text_len=32,
+    )
+    GroundingDinoForObjectDetection(finder).save_pretrained(dino)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "spotted", "dog", "ball", "red", "circle"]
+    tokenizer = BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    picture = GroundingDinoImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 96})
+    GroundingDinoProcessor(picture, tokenizer).save_pretrained(dino)
+    # Wider than what SAM 2 remembers of a frame (64): else its pointers aren't split, and don't fit to it.
+    width, side = 128, 64
+    hiera = {
+        "hidden_size": 8,
+        "image_size": [side, side],
+        "blocks_per_stage": [1, 1, 2, 1],
+        "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads_per_stage": [1, 1, 2, 2],
+        "window_size_per_stage": [4, 4, 2, 2],
+        "global_attention_blocks": [3],
+    }
+    follower = Sam2VideoConfig(
+        vision_config=Sam2VisionConfig(
+            backbone_config={"model_type": "sam2_hiera_det_model", **hiera},
+            backbone_channel_list=[64, 32, 16, 8],
+            backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+            fpn_hidden_size=width,
+        ),
+        prompt_encoder_config={"hidden_size": width, "image_size": side},
+        mask_decoder_config={"hidden_size": width, "mlp_dim": 32, "num_attention_heads": 2, "iou_head_hidden_dim": 64},
+        image_size=side,
+        memory_attention_hidden_size=width,
+        memory_attention_num_layers=1,
+        memory_attention_feed_forward_hidden_size=32,
+        memory_attention_rope_feat_sizes=[4, 4],
+        memory_encoder_hidden_size=width,
+        mask_downsampler_embed_dim=width,
+        memory_fuser_embed_dim=width,
+        memory_fuser_intermediate_dim=32,
+    )
+    Sam2VideoModel(follower).save_pretrained(sam2)
+    return dino, sam2

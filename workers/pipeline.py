@@ -14,9 +14,10 @@ from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
+from chorus_batch.chorus.llm_differ import LlmDiffer
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
-from chorus_batch.chorus.segment import Source
+from chorus_batch.chorus.segment import Source, Video
 from chorus_batch.jobs import cache, keys, queue
 from chorus_batch.jobs.claims import Claim, GenerationRecord
 from chorus_batch.jobs.database import statement, transaction
@@ -31,6 +32,7 @@ from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import LOST, Finished, Pictures, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
 from chorus_batch.workers.texts import AHEAD
+from chorus_batch.workers.video import VideoError, read_mp4
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 TRIES = 3
 # Nearest entries among which the one that bears most steps is looked for: a comparison of two prompts each.
 RANKED = 8
+# Pairs that a differ that is a model is asked about beside the one that is needed now.
+PAIRS_AHEAD = 63
 
 
 class _Deferred(Exception):
@@ -227,10 +231,12 @@ class Pipeline:
                 break
             with phases.timed("decide"):
                 neighbour = best(claim, policy, request, found)
+                self._ask_ahead(claim, policy, (clean_prompt(neighbour.prompt), request.prompt))
             try:
                 held = self._held(neighbour, phases)
                 with phases.timed("decide"):
-                    source = Source(clean_prompt(neighbour.prompt), held.evidence)
+                    video = partial(self._video, neighbour, engine, request.settings, notes)
+                    source = Source(clean_prompt(neighbour.prompt), held.evidence, video)
                     candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
                     offsets = engine.model.token_offsets(request.prompt)
                     decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
@@ -267,6 +273,15 @@ class Pipeline:
                     return search(connection)
             raise _Deferred
 
+    def _ask_ahead(self, claim: Claim, policy: ReusePolicy, pair: tuple[str, str]) -> None:
+        """Where the differ is a model that has to be asked: about the batch's next planned pairs too, at once."""
+        differ = policy.differ
+        if not isinstance(differ, LlmDiffer) or differ.knows(*pair):
+            return
+        with transaction(self._runtime.database) as connection:
+            planned = queue.planned_pairs(connection, claim, PAIRS_AHEAD)
+        differ.compare_many([pair, *((clean_prompt(source), clean_prompt(target)) for source, target in planned)])
+
     def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
         held = self._runtime.held.get(neighbour.job_id, neighbour.object.sha256)
         if held is None:
@@ -274,6 +289,22 @@ class Pipeline:
                 held = _unpacked(self._runtime.store.get(neighbour.object.key, neighbour.object))
             self._runtime.held.add(neighbour.job_id, neighbour.object.sha256, held)
         return held
+
+    def _video(
+        self, neighbour: Neighbour, engine: Engine, settings: GenerationSettings, notes: list[str]
+    ) -> Video | None:
+        """The source's video, for a segmenter that looks at it; None, with a note, where it is lost."""
+        try:
+            with transaction(self._runtime.database) as connection:
+                stored = cache.video_of(connection, neighbour.job_id)
+            if stored is None:
+                raise ObjectMissing(f"job {neighbour.job_id} has no video")
+            frames = read_mp4(self._runtime.store.get(stored.key, stored))
+        except (ObjectMissing, ObjectCorrupt, VideoError) as error:
+            log.warning("entry %s: %s", neighbour.entry_id, error)
+            notes.append(f"entry {neighbour.entry_id} has lost its video ({error.code}): region from the evidence")
+            return None
+        return Video(frames, engine.grid(engine.model.latent_shape(settings)))
 
     def _checkpoint(self, claim: Claim, phases: Phases, notes: list[str]) -> checkpoint.Checkpoint | None:
         """Where an earlier attempt was stopped, if it left anything that can be read."""

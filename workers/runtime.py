@@ -8,11 +8,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sqlalchemy
 
+from chorus_batch.jobs import registry
 from chorus_batch.jobs.cards.card import ModelCard, load_card
+from chorus_batch.jobs.checksums import combine
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.errors import WeightsRejected
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from chorus_batch.chorus.engine import Engine
     from chorus_batch.chorus.evidence import Evidence
     from chorus_batch.chorus.policy import Policy, ReusePolicy
+    from chorus_batch.chorus.segment import Segmenter
     from chorus_batch.workers.decoder import Decoder
     from chorus_batch.workers.texts import Texts
 
@@ -170,8 +174,9 @@ class Runtime:
         engine = load_engine(card, self.settings, device)
         texts = load_texts(card, engine, self.store, device)
         quick = lexical_differ(card)
-        differ = make_differ(self.settings.differ, quick)
-        policies = {policy.value: reuse_policy(card, policy, differ, quick) for policy in Policy}
+        differ = make_differ(self.settings, quick, device)
+        segmenter = make_segmenter(self.settings.segmenter, device)
+        policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
         return LoadedModel(engine, policies, Decoder(engine, card, device), texts)
 
     def _device(self) -> str:
@@ -189,16 +194,38 @@ def lexical_differ(card: ModelCard) -> Differ:
     return LexicalDiffer(LexicalSettings(synonyms=card.synonyms))
 
 
-def make_differ(name: str, lexical: Differ) -> Differ:
-    """The differ that the settings name: the lexical one, or llm:FOLDER, which falls back on it."""
-    if name == "lexical":
+def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
+    """The differ that the settings name: the lexical one, or llm:FOLDER, which falls back on it.
+
+    What a model answers is kept in the data folder, by the checksums of its files. Raises WeightsError.
+    """
+    if settings.differ == "lexical":
         return lexical
-    from chorus_batch.chorus.llm_differ import LlmDiffer
+    from chorus_batch.chorus.answers import AnswerFile
+    from chorus_batch.chorus.llm_differ import LlmDiffer, LocalModel
 
-    return LlmDiffer(name.removeprefix("llm:"), lexical)
+    folder = Path(settings.differ.removeprefix("llm:").strip()).expanduser()
+    model = LocalModel(folder, device=device)
+    files = {path.name: path for path in folder.iterdir() if path.is_file()}
+    fingerprint = combine(registry.memory(settings).of(files))
+    return LlmDiffer(model, lexical, AnswerFile(settings.data_dir / "answers.jsonl", fingerprint))
 
 
-def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ) -> ReusePolicy:
+def make_segmenter(name: str, device: str) -> Segmenter:
+    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError."""
+    if name == "evidence":
+        from chorus_batch.chorus.segment import EvidenceSegmenter
+
+        return EvidenceSegmenter()
+    from chorus_batch.chorus.grounded import GroundedSegmenter
+
+    dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
+    return GroundedSegmenter(dino, sam2, device)
+
+
+def reuse_policy(
+    card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter | None = None
+) -> ReusePolicy:
     """How a model's latents are reused under a policy, by its card; `quick` ranks sources."""
     from chorus_batch.chorus.gains import Gains
     from chorus_batch.chorus.policy import ReusePolicy
@@ -214,7 +241,7 @@ def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ)
         Gains(**card.gains, tau=tau),
         RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
         differ,
-        EvidenceSegmenter(),
+        segmenter or EvidenceSegmenter(),
         {kind: Gains(**gains, tau=tau) for kind, gains in card.kind_gains.items()},
         quick,
     )

@@ -95,6 +95,21 @@ def probe(source: Path | bytes) -> VideoInfo:
         raise VideoError(f"the video can't be played: {error}") from error
 
 
+def read_mp4(data: bytes) -> npt.NDArray[np.uint8]:
+    """All frames of a video that `write_mp4` wrote, [T, H, W, 3] (RGB). Raises VideoError."""
+    try:
+        with av.open(io.BytesIO(data), "r") as container:
+            frames = [
+                frame.to_ndarray(format="rgb24", src_colorspace=Colorspace.ITU709, src_color_range=ColorRange.MPEG)
+                for frame in container.decode(video=0)
+            ]
+    except (av.error.FFmpegError, OSError, IndexError) as error:
+        raise VideoError(f"the video can't be played: {error}") from error
+    if not frames:
+        raise VideoError("the video holds no frame")
+    return np.stack(frames)
+
+
 def _encode(frames: npt.NDArray[np.uint8], fps: int, path: Path, comment: str) -> None:
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
         if comment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -22,7 +23,9 @@ from minio import Minio
 
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import NotFinite, OutOfMemory
-from chorus_batch.jobs import control, leases, queue, storage
+from chorus_batch.chorus.llm_differ import LocalModel
+from chorus_batch.chorus.stages import Boundaries
+from chorus_batch.jobs import cache, control, leases, queue, storage
 from chorus_batch.jobs.database import connect, ensure_schema, transaction
 from chorus_batch.jobs.errors import DependencyDown
 from chorus_batch.jobs.local import profile as local
@@ -35,6 +38,7 @@ from chorus_batch.workers.reconciler import Reconciler
 from tests.faults.bench import PASSES, PROMPTS, STEPS, Bench, Worker, hiring, signalled, until
 from tests.faults.conftest import impatient
 from tests.faults.proxy import FaultProxy, Spoil
+from tests.language_model import save_model
 
 Hire = Callable[..., Worker]
 
@@ -124,6 +128,67 @@ def test_a_worker_that_is_told_to_stop_while_the_store_is_away_gives_its_result_
 
 
 # --- the cache: slow at worst, never wrong
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
+    lost: bool, bench: Bench, hire: Hire, grounded_folders: tuple[Path, Path]
+) -> None:
+    def hired(**changes: str) -> Worker:
+        """With boundaries that have a stage 2, which the built-in model's own don't."""
+        worker = hire(**changes)
+        with transaction(bench.engine) as connection:
+            loaded = worker.runtime.model(cache.domain(connection, 1))
+        loaded.policies["chorus"].boundaries = Boundaries.parse({str(STEPS): [[0.79, 1, 3]]}, 3.0)
+        return worker
+
+    source = bench.submit(PROMPTS[:1])
+    hired().work()
+    by_evidence = bench.submit(PROMPTS[2:3] + PROMPTS[1:2])  # as below, but with another seed: no exact hit
+    hired().work()
+    if lost:
+        bench.store.remove([bench.jobs(source)[0].video_key])
+    by_video = bench.submit(PROMPTS[1:2])
+    hired(segmenter="grounded:{},{}".format(*grounded_folders)).work()
+    (expected, follower) = bench.jobs(by_evidence)[1], bench.jobs(by_video)[0]
+    regions = [
+        bench.sql("SELECT details->>'regions' AS sha256 FROM generations WHERE job_id = :job", job=job.id)[0].sha256
+        for job in (expected, follower)
+    ]
+    assert follower.cache_result == expected.cache_result == "semantic" and None not in regions
+    # Models that know nothing see other things in the video than the source's own attention did.
+    assert (regions[0] == regions[1]) is lost
+    said = f"entry {follower.entry_id} has lost its video (object_missing): region from the evidence"
+    assert follower.notes == ([said] if lost else [])
+
+
+def test_a_language_model_is_asked_about_a_plans_pairs_at_once_and_never_again(
+    bench: Bench, hire: Hire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, write = list[list[str]](), LocalModel.write
+
+    def counted(model: LocalModel, texts: Sequence[str]) -> list[str | None]:
+        asked.append(list(texts))
+        return write(model, texts)
+
+    monkeypatch.setattr(LocalModel, "write", counted)
+    # Not what the lexical differ says of a colour.
+    answer = {"kind": "several", "scope": "everything", "source_phrase": "circle", "target_phrase": "circle"}
+    folder = save_model(tmp_path / "llm", answer=json.dumps(answer))
+    mine = {"differ": f"llm:{folder}", "data_dir": tmp_path / "data"}
+    colors = ("blue", "green", "yellow")
+    prompts = [PROMPTS[0], *(PROMPTS[0].replace("red", color) for color in colors)]
+    batch = bench.submit(prompts)
+    hire(**mine).work()
+    bench.check_done(batch)
+    kinds = bench.sql("SELECT kind, count(*) FROM generations WHERE cache_result = 'semantic' GROUP BY kind")
+    assert [tuple(row) for row in kinds] == [("several", 3)]
+    assert [len(texts) for texts in asked] == [3]
+    # Another worker, and other seeds.
+    again = bench.submit([PROMPTS[0], PROMPTS[0], *prompts[1:]])
+    hire(**mine).work()
+    bench.check_done(again)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("how", ["cut on the way", "changed on the way", "changed", "swapped", "deleted", "empty"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from chorus_batch.jobs import control, leases, queue, statistics
+from chorus_batch.jobs import cache, control, leases, queue, statistics
 from chorus_batch.jobs.claims import Claim
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ClaimLost, Conflict
@@ -17,7 +17,7 @@ from chorus_batch.jobs.models import CacheResult
 from chorus_batch.jobs.simulation import PlannedJob, simulate
 from chorus_batch.jobs.storage import StoredObject
 
-from .conftest import Part, Writer, left, made
+from .conftest import DIMENSION, Part, Writer, left, made
 
 
 def claim(database: Engine, worker: str, held: tuple[int, ...] = ()) -> Claim | None:
@@ -51,6 +51,42 @@ def test_followers_wait_and_are_freed_by_their_source(writer: Writer, database: 
     next_one = claim(database, worker, held=(source,))
     assert next_one is not None and next_one.job_id == follower
     assert writer.state(other) == "ready"
+
+
+def test_the_pairs_that_a_batch_needs_next(writer: Writer, database: Engine) -> None:
+    def row(prompt: str, source: int | None = None, domain: str = "a") -> Part:
+        return Part(source, prompt=prompt, domain=domain)
+
+    rows = [
+        row("s"), row("t"), row("f", 0), row("g", 1), row("o", domain="b"), row("p", 4, "b"), row("h", 0),
+        row("i", 0), row("j", 1),
+    ]  # fmt: skip
+    writer.batch([row("x"), row("y", 0)], "of another batch")
+    source, *_, last = writer.batch(rows)
+    with transaction(database) as connection:
+        # Planned from an entry of the cache, made by another batch.
+        space = cache.register_space(connection, "test", DIMENSION)
+        entry = connection.execute(
+            text(
+                "INSERT INTO cache_entries (domain_id, space_id, job_id, prompt, prompt_key, seed, embedding, steps,"
+                " object_key, sha256, size) SELECT domain_id, :space, id, 'e', 'e', 0, '[1,0,0,0]', '{1}', 'k', 's', 1"
+                " FROM jobs WHERE id = :job RETURNING id"
+            ),
+            {"space": space, "job": source},
+        ).scalar_one()
+        update = "UPDATE jobs SET source_job_id = NULL, source_entry_id = :entry WHERE id = :job"
+        connection.execute(text(update), {"entry": entry, "job": last})
+    worker = writer.worker("w")
+    taken = [found for _ in range(3) if (found := claim(database, worker))]
+    assert [found.prompt for found in taken] == ["x", "s", "t"]
+    for found in taken[1:]:
+        finish(database, found)
+    follower = claim(database, worker)
+    assert follower is not None and follower.prompt == "f"
+    with transaction(database) as connection:
+        pairs = queue.planned_pairs(connection, follower, 10)
+        assert pairs == [("t", "g"), ("s", "h"), ("s", "i"), ("e", "j")]
+        assert queue.planned_pairs(connection, follower, 2) == pairs[:2]
 
 
 def test_a_held_source_wins_over_another_within_a_priority_and_only_there(writer: Writer, database: Engine) -> None:

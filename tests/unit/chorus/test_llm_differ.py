@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from chorus_batch.chorus import llm_differ
+from chorus_batch.chorus.answers import AnswerFile
 from chorus_batch.chorus.differ import Difference, Kind, LexicalDiffer, Scope
 from chorus_batch.chorus.errors import WeightsError
 from chorus_batch.chorus.llm_differ import InvalidAnswer, LlmDiffer, LocalModel, parse_answer, question
+from tests.language_model import save_model
 
 SOURCE = "A spotted dog runs in a park"
 TARGET = "a black dog runs in a park"
@@ -91,44 +92,6 @@ def test_a_missing_key_is_invalid() -> None:
 # --- Models ----------------------------------------------------------------------------------------------------------
 
 
-def save_model(folder: Path, *, answer: str = "", room: int = 4096, chat: bool = False) -> Path:
-    """A Llama of one small layer over bytes: with random weights, or with such that it writes `answer` and nothing
-    else, over and over."""
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    if answer:
-        fast.add_tokens([AddedToken(answer, normalized=False)])
-    if chat:
-        fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=room,
-        eos_token_id=fast.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    if answer:
-        with torch.no_grad():
-            # The same state at every place, which points at the answer's token.
-            model.model.embed_tokens.weight.fill_(1)
-            model.model.layers[0].self_attn.o_proj.weight.zero_()
-            model.model.layers[0].mlp.down_proj.weight.zero_()
-            model.lm_head.weight.zero_()
-            model.lm_head.weight[-1] = 1
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("random"))
@@ -136,14 +99,75 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_garbage_is_left_to_the_fallback_and_counted(random_model: Path) -> None:
     differ = LlmDiffer(random_model)
-    found = [differ.compare(SOURCE, TARGET) for _ in range(2)]
-    assert found == [LexicalDiffer().compare(SOURCE, TARGET)] * 2
+    found = [differ.compare(SOURCE, target) for target in (TARGET, "a cat")]
+    assert found == [LexicalDiffer().compare(SOURCE, target) for target in (TARGET, "a cat")]
     assert (differ.calls, differ.fallbacks) == (2, 2)
 
 
 def test_a_random_model_writes_the_same_each_time(random_model: Path) -> None:
     model = LocalModel(random_model, max_new_tokens=12)
-    assert model.write("A: a dog") == model.write("A: a dog") != ""
+    (first,), (second,) = (model.write(["A: a dog"]) for _ in range(2))
+    assert first == second and first
+
+
+def test_texts_of_any_length_are_answered_together_as_alone(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LocalModel(random_model, max_new_tokens=12)
+    texts = ["A: a dog", "B", "a much longer text about two dogs, a cat and a boat", "A: a cow", "B: it rains"]
+    alone = [model.write([text])[0] for text in texts]
+    assert model.write(texts) == alone
+    assert len(set(alone)) > 1
+    monkeypatch.setattr(llm_differ, "AT_ONCE", 2)
+    assert model.write(texts) == alone
+
+
+PAIRS = [(SOURCE, TARGET), (SOURCE, SOURCE), (TARGET, SOURCE), (SOURCE, TARGET), ("a dog", "a red boat on a lake")]
+
+
+def test_many_pairs_are_compared_as_each_alone(tmp_path: Path, random_model: Path) -> None:
+    answer = {"kind": "several", "scope": "everything", "source_phrase": "dog", "target_phrase": "park"}
+    for folder in (save_model(tmp_path, answer=json.dumps(answer)), random_model):
+        alone, together = LlmDiffer(folder), LlmDiffer(folder)
+        assert together.compare_many(PAIRS) == [alone.compare(*pair) for pair in PAIRS]
+        assert (together.calls, together.fallbacks) == (alone.calls, alone.fallbacks)
+        assert together.calls == 3
+
+
+class Counting:
+    """Writes what `model` does, and keeps what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model, self.asked = LocalModel(folder), list[list[str]]()
+
+    def write(self, texts: Sequence[str]) -> list[str | None]:
+        self.asked.append(list(texts))
+        return self._model.write(texts)
+
+
+def test_a_pair_is_asked_about_once(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Counting(random_model)
+    differ = LlmDiffer(model)
+    assert not differ.knows(SOURCE, TARGET) and differ.knows(SOURCE, SOURCE)
+    differ.compare_many(PAIRS)
+    assert model.asked == [[question(*PAIRS[i]) for i in (0, 2, 4)]]  # all in one go
+    assert differ.knows(SOURCE, TARGET)
+    differ.compare_many(PAIRS[::-1])
+    assert len(model.asked) == 1
+    # What wasn't needed for longest is forgotten.
+    monkeypatch.setattr(llm_differ, "REMEMBERED", 2)
+    differ.compare(*PAIRS[4])
+    assert [differ.knows(*PAIRS[i]) for i in (0, 2, 4)] == [True, False, True]
+
+
+def test_answers_outlive_the_process(tmp_path: Path, random_model: Path) -> None:
+    first, second, other = (Counting(random_model) for _ in range(3))
+    path = tmp_path / "answers.jsonl"
+    found = LlmDiffer(first, answers=AnswerFile(path, "m")).compare_many(PAIRS)
+    assert LlmDiffer(second, answers=AnswerFile(path, "m")).compare_many(PAIRS) == found
+    assert (len(first.asked), second.asked) == (1, [])
+    LlmDiffer(other, answers=AnswerFile(path, "another model")).compare_many(PAIRS)
+    assert other.asked == first.asked
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -178,7 +202,7 @@ def test_another_fallback(random_model: Path) -> None:
 
 def test_other_errors_are_not_swallowed() -> None:
     class Broken:
-        def write(self, text: str) -> str:
+        def write(self, texts: Sequence[str]) -> list[str | None]:
             raise RuntimeError("out of memory")
 
     differ = LlmDiffer(Broken())

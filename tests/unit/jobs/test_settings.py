@@ -84,6 +84,11 @@ def test_yes(tmp_path: Path, word: str) -> None:
         ({"min_similarity": "nan"}, "min_similarity"),
         ({"max_wait": "-1"}, "max_wait"),
         ({"max_wait": "inf"}, "max_wait"),
+        ({"differ": "llm: "}, "differ"),
+        ({"segmenter": "sam2"}, "segmenter"),
+        ({"segmenter": "grounded:/dino"}, "segmenter"),
+        ({"segmenter": "grounded:/dino, "}, "segmenter"),
+        ({"segmenter": "evidence:/dino,/sam2"}, "segmenter"),
     ],
 )
 def test_values_that_make_no_sense(tmp_path: Path, changes: dict[str, str], said: str) -> None:

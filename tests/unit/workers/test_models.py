@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from chorus_batch.chorus.config import GenerationSettings
-from chorus_batch.chorus.differ import Kind
+from chorus_batch.chorus.differ import Kind, LexicalDiffer
 from chorus_batch.chorus.errors import WeightsError
+from chorus_batch.chorus.grounded import GroundedSegmenter
+from chorus_batch.chorus.llm_differ import LlmDiffer
 from chorus_batch.chorus.request import Request
+from chorus_batch.chorus.segment import EvidenceSegmenter
 from chorus_batch.jobs import registry
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
@@ -21,7 +25,8 @@ from chorus_batch.jobs.errors import WeightsRejected
 from chorus_batch.jobs.registry import Asked
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.workers.models import load_engine
-from chorus_batch.workers.runtime import Runtime
+from chorus_batch.workers.runtime import Runtime, make_differ
+from tests.language_model import save_model
 
 
 @pytest.fixture
@@ -105,3 +110,40 @@ def test_a_ball_is_a_circle_for_the_builtin_model_alone(runtime: Runtime, card: 
         for differ in (policy.differ, policy.quick):
             difference = differ.compare("a red circle moves left", "a red ball moves left")
             assert (difference.kind, bool(difference.target_spans)) == (kind, found is card)
+
+
+def test_the_settings_name_the_segmenter(
+    runtime: Runtime, card: ModelCard, grounded_folders: tuple[Path, Path]
+) -> None:
+    assert isinstance(runtime.model(domain(card)).policies["chorus"].segmenter, EvidenceSegmenter)
+    dino, sam2 = grounded_folders
+    other = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino}, {sam2}"))
+    assert isinstance(other.model(domain(card)).policies["chorus"].segmenter, GroundedSegmenter)
+    other.database.dispose()
+    lost = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino},{sam2}/gone"))
+    with pytest.raises(WeightsError, match="gone holds no model of the type sam2_video"):
+        lost.model(domain(card))
+    lost.database.dispose()
+
+
+def test_the_settings_name_the_differ(runtime: Runtime, card: ModelCard, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "llm")
+    with_model = Runtime(replace(runtime.settings, differ=f"llm: {folder}"))
+    policy = with_model.model(domain(card)).policies["chorus"]
+    assert isinstance(policy.differ, LlmDiffer) and isinstance(policy.quick, LexicalDiffer)
+    pair = ("a red circle moves left", "a blue circle moves left")
+    assert policy.differ.compare(*pair) == policy.quick.compare(*pair)  # random weights: the fallback's answer
+    (line,) = (runtime.settings.data_dir / "answers.jsonl").read_text().splitlines()
+    # Other weights, another model: its answers are its own.
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    other = make_differ(with_model.settings, policy.quick, "cpu")
+    assert other.compare(*pair) == policy.quick.compare(*pair)
+    first, second = map(json.loads, (runtime.settings.data_dir / "answers.jsonl").read_text().splitlines())
+    assert (first, first["question"]) == (json.loads(line), second["question"]) and first["model"] != second["model"]
+    with_model.database.dispose()
+    lost = Runtime(replace(runtime.settings, differ=f"llm:{folder}/gone"))
+    with pytest.raises(WeightsError, match="gone holds no language model"):
+        lost.model(domain(card))
+    lost.database.dispose()
