@@ -44,6 +44,10 @@ class Depths:
         self.low[rows] = np.minimum(self.low[rows], other.low)
         self.high[rows] = np.maximum(self.high[rows], other.high)
 
+    def deepen(self, rows: IntArray, other: Depths) -> None:
+        """Let the range of some rows reach as deep as that of `other`."""
+        self.high[rows] = np.maximum(self.high[rows], other.high)
+
 
 def depths(
     card: ModelCard, parameters: Parameters, similarity: FloatArray, kinds: Sequence[Sequence[str]] | None = None

@@ -189,7 +189,8 @@ def _forecast(settings: Settings, engine: Engine, cards: Sequence[ModelCard], ro
 def _depths(settings: Settings, cards: Sequence[ModelCard], rows: Planned) -> Depths:
     """Of each follower; the kinds of difference are asked for where the depth depends on them.
 
-    The range holds the depth that the fallback would give: a worker that finds it nearer starts from there.
+    The range holds the depth that the fallback would give, and reaches as deep as any kind of difference goes: a worker
+    starts from whatever bears most steps by then.
     """
     found = Depths.none(len(rows.domain))
     for code, (card, parameters) in enumerate(zip(cards, rows.domains, strict=True)):
@@ -201,7 +202,9 @@ def _depths(settings: Settings, cards: Sequence[ModelCard], rows: Planned) -> De
             pairs += [(rows.target(int(rows.plan.fallback[row])), rows.target(row)) for row in second.tolist()]
             told = parts(pairs, card.synonyms)
             asked, other = told[: len(follows)], told[len(follows) :]
-        found.put(follows, depths(card, parameters, rows.plan.similarity[follows], asked))
+        similarity = rows.plan.similarity[follows]
+        found.put(follows, depths(card, parameters, similarity, asked))
+        found.deepen(follows, depths(card, parameters, similarity))
         found.widen(second, depths(card, parameters, rows.plan.similarity[second], other))
     return found
 
