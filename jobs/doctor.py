@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from chorus_batch.jobs.devices import gpus
 from chorus_batch.jobs.errors import ChorusBatchError, WeightsRejected
-from chorus_batch.jobs.settings import Settings
+from chorus_batch.jobs.settings import Settings, visible_gpus
 
 LEAST_FREE = 2 << 30  # bytes on the disk of the data folder
 
@@ -112,7 +111,7 @@ def _memory(settings: Settings) -> Finding:
     from chorus_batch.jobs import memory
     from chorus_batch.jobs.cards.card import load_card
 
-    card, devices = load_card(settings.model, settings.models_folder), gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    card, devices = load_card(settings.model, settings.models_folder), gpus(visible_gpus())
     if card.anatomy is None:
         return Finding("memory", None if card.weights else True, f"{card.name}: " + (
             "added before sizes were counted" if card.weights else "fits any device"

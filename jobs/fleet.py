@@ -22,13 +22,12 @@ SETTLED = 600.0  # seconds after which one that ended had been well
 log = logging.getLogger(__name__)
 
 
-def parse(asked: str, environ: Mapping[str, str]) -> list[str]:
-    """GPUs by index as nvidia-smi counts, from `0,1` or `all`: those of CUDA_VISIBLE_DEVICES, else every one here.
+def parse(asked: str, visible: str | None) -> list[str]:
+    """GPUs by index as nvidia-smi counts, from `0,1` or `all`: the `visible` ones, or if that is None every one here.
 
     Raises UsageError.
     """
     if asked.strip() == "all":
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
         found = [gpu.index for gpu in gpus()] if visible is None else [name.strip() for name in visible.split(",")]
         found = [name for name in found if name]
         if not found:

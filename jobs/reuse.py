@@ -70,6 +70,17 @@ def slots_of(
     return slots, tuple(_note(template, alike) for template, alike in told[:_SHOWN])
 
 
+def embedder_notes(card: ModelCard, embedder: str) -> tuple[Note, ...]:
+    """That the card's thresholds are another embedder's, where they are: those of added models are the paper's."""
+    if card.weights is None or embedder.partition(":")[0] == "clip":
+        return ()
+    message = (
+        f"the thresholds of {card.name} are for similarities of CLIP, not of {embedder}: set"
+        " CHORUS_EMBEDDER=clip:FOLDER, or CHORUS_MIN_SIMILARITY to what was found to be safe"
+    )
+    return (Note(kind="embedder", column="prompt", message=message, count=1, line=1),)
+
+
 def _nobody_knows(pairs: Sequence[tuple[str, str]]) -> list[str | None]:
     """Where the policy makes no difference between kinds."""
     return [None] * len(pairs)

@@ -135,6 +135,11 @@ def load_settings(environ: Mapping[str, str] | None = None, data_dir: Path | Non
     return Settings(**{**values, "data_dir": folder})
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES as it is set, which says what a process of this one would see; None: every GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def child_environment(settings: Settings) -> dict[str, str]:
     """The environment in which a process started by this one finds the same settings."""
     told = {f"CHORUS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(Settings)}

@@ -244,6 +244,7 @@ def _planned(
             )
             for domain_id, parameters in zip(domain_ids, columns.domains, strict=True)
         ]
+    notes += reuse.embedder_notes(ingest.card, settings.embedder)
     return plan.plan(items, domains, cached, shared=mode is CacheMode.on), notes
 
 

@@ -29,10 +29,11 @@ def start(ctx: click.Context, device: str | None, gpus: str | None, name: str) -
     from chorus_batch.jobs.companion import worker_command, worker_environment
     from chorus_batch.jobs.errors import UsageError
     from chorus_batch.jobs.fleet import Fleet, parse
+    from chorus_batch.jobs.settings import visible_gpus
 
     if device and gpus:
         raise UsageError("--device and --gpus can't be given together", hint="use --gpus 0 for a single GPU")
-    indices = parse(gpus, os.environ) if gpus else []
+    indices = parse(gpus, visible_gpus()) if gpus else []
 
     session = Session.of(ctx)
     session.database.dispose()

@@ -35,7 +35,9 @@ def test_what_was_planned_is_what_was_done(example: Example) -> None:
     summary = example.ended.json
     forecast = summary["forecast"]
     assert summary["hits"] == forecast["followers"] + forecast["duplicates"]
-    assert summary["steps_skipped"] == forecast["steps_skipped"]
+    # A worker may find an entry that bears more than the planned one, and never takes one that bears less.
+    steps = forecast["ranges"]["steps_skipped"]
+    assert forecast["steps_skipped"] == steps["expected"] <= summary["steps_skipped"] <= steps["high"]
 
 
 def test_data_and_talk_are_kept_apart(example: Example) -> None:

@@ -12,10 +12,14 @@ from .conftest import CATALOG, Cli, Example, run_script
 def test_what_the_plan_decides_is_met(local: Cli, example: Example) -> None:
     found = local("report", example.batch, "--json").json
     assert (found["done"], found["total"], found["over"]) == (24, 24, True)
-    for name in ("hits", "steps_skipped", "tokens_total"):
+    for name in ("hits", "tokens_total"):
         figure = found["figures"][name]
         assert (figure["deviation"], figure["within"]) == (0, True), name
-    assert found["figures"]["tokens_computed"]["deviation"] == pytest.approx(0, abs=0.05)
+    # A worker may find an entry that bears more than the planned one, and never takes one that bears less.
+    assert found["figures"]["steps_skipped"]["within"] and 0 <= found["figures"]["steps_skipped"]["deviation"] <= 0.1
+    assert (
+        found["figures"]["tokens_computed"]["within"] and -0.1 <= found["figures"]["tokens_computed"]["deviation"] <= 0
+    )
     # Every object that the batch added was expected; how large videos are is a guess before the first run.
     assert found["figures"]["latents_bytes"]["deviation"] == pytest.approx(0, abs=0.05)
     assert found["figures"]["entry_bytes"]["deviation"] == pytest.approx(0, abs=0.2)

@@ -1,4 +1,4 @@
-"""Connections: tested after a rest, and lost ones replaced."""
+"""Connections: tested before use, or after a rest, and lost ones replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, text
 
-from chorus_batch.jobs.database import statement
+from chorus_batch.jobs.database import statement, transaction
 from chorus_batch.jobs.errors import DependencyDown
 
 
@@ -50,7 +50,14 @@ def test_one_that_ended_in_use_is_named_and_takes_its_neighbours_along(database:
         ask_many(database, 3)  # none of the others that ended is left
 
 
-def test_only_a_rested_connection_is_tested(database: Engine) -> None:
+def test_a_transaction_never_meets_one_that_ended(database: Engine) -> None:
+    ask_many(database, 3)
+    end_connections(database)
+    with transaction(database) as connection:
+        assert connection.execute(text("SELECT 1")).scalar_one() == 1
+
+
+def test_for_one_statement_only_a_rested_connection_is_tested(database: Engine) -> None:
     with patch.object(database.dialect, "do_ping", wraps=database.dialect.do_ping) as ping:
         with patch("chorus_batch.jobs.database.TESTED_AFTER", 3600.0):
             ask(database)

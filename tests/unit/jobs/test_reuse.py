@@ -14,6 +14,7 @@ from chorus_batch.jobs.costs import BUILTIN, UNKNOWN
 from chorus_batch.jobs.curve import Price
 from chorus_batch.jobs.parameters import Parameters
 from chorus_batch.jobs.plan import GraphReport, unshared
+from chorus_batch.jobs.weights import Weights
 
 CARD = replace(load_card("builtin"), kinds={})
 PROMPTS = [
@@ -75,6 +76,13 @@ def test_what_was_measured_prices_a_follower() -> None:
     price = reuse.price_of(BUILTIN)
     step = 192 * 1.6e-4
     assert (price.region, price.beside, price.beside_reuse) == pytest.approx((0.5, 0.04 / step, 0.05 / step))
+
+
+def test_thresholds_of_another_embedder_are_told() -> None:
+    added = replace(CARD, name="wan14", weights=Weights("/models/wan"))
+    assert reuse.embedder_notes(CARD, "minilm") == reuse.embedder_notes(added, "clip:/models/clip") == ()
+    (note,) = reuse.embedder_notes(added, "minilm")
+    assert "wan14 are for similarities of CLIP, not of minilm" in note.message
 
 
 def test_recall_is_logged_and_stored(caplog: pytest.LogCaptureFixture) -> None:
