@@ -23,9 +23,8 @@ from .regions import GROUP, complement, pool
 from .segment import EvidenceSegmenter, Segmenter, Source
 
 DINO, SAM2 = "grounding-dino", "sam2_video"  # `model_type` in a folder's config.json
-THRESHOLD = (
-    0.3  # of a box's score, from 0 to 1: between the 0.25 and 0.35 that the two releases of GroundingDINO advise
-)
+# Of a box's score, from 0 to 1: between the 0.25 and 0.35 that the two releases of GroundingDINO advise.
+THRESHOLD = 0.3
 MOST = 8  # boxes of a key frame, the best: SAM 2 follows each on its own
 AT_ONCE = 4  # key frames that GroundingDINO sees in one pass
 # SAM 2 was trained on pictures scaled by ImageNet's mean and deviation.

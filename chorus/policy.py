@@ -78,13 +78,10 @@ class ReusePolicy:
         The nearest source isn't always the best: "moves left" is nearer to "moves right" than red to blue, and bears
         less.
         """
-        levels = noise_levels(settings.steps, settings.shift)
         if self.policy is Policy.none:
             return 0, 0
-        if self.policy is Policy.nirvana:
-            k1, _ = self.boundaries.at(m, settings.steps, levels)
-            return k1, k1
-        return self._boundaries(m, settings.steps, levels, self.quick.compare(source, prompt))
+        difference = self.quick.compare(source, prompt) if self.policy is Policy.chorus else None
+        return self._boundaries(m, settings, difference)
 
     def decide(
         self,
@@ -98,17 +95,16 @@ class ReusePolicy:
 
         The entry must hold x[k1]; steps of stage 2 that it doesn't hold are computed in full instead.
         """
-        levels = noise_levels(settings.steps, settings.shift)
         m, entry = candidate.similarity, candidate.entry_id
         if self.policy is Policy.none:
             return Decision(None)
         difference = self.differ.compare(candidate.source.prompt, prompt)
         if self.policy is Policy.nirvana:
             # What differs is for the record alone.
-            k1, _ = self.boundaries.at(m, settings.steps, levels)
+            k1, _ = self._boundaries(m, settings, None)
             reuse = Reuse(entry, domain_key, m, k1, k1, candidate.latents, difference=difference)
             return Decision(reuse if k1 else None)
-        k1, k2 = self._boundaries(m, settings.steps, levels, difference)
+        k1, k2 = self._boundaries(m, settings, difference)
         if k1 == 0:
             return Decision(None, (f"a difference of kind {difference.kind} isn't reused at m = {m:.3f}",))
         notes: list[str] = []
@@ -127,8 +123,15 @@ class ReusePolicy:
         reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tokens, gains, difference)
         return Decision(reuse, tuple(notes))
 
-    def _boundaries(self, m: float, steps: int, levels: Sequence[float], difference: Difference) -> tuple[int, int]:
-        """F of the kind; where several kinds differ, what all of them bear, and several together."""
+    def _boundaries(self, m: float, settings: GenerationSettings, difference: Difference | None) -> tuple[int, int]:
+        """F of the kind; where several kinds differ, what all of them bear, and several together.
+
+        Without a difference the general table's first stage alone.
+        """
+        steps, levels = settings.steps, noise_levels(settings.steps, settings.shift)
+        if difference is None:
+            k1, _ = self.boundaries.at(m, steps, levels)
+            return k1, k1
         kinds = {difference.kind, *(kind for kind, _ in difference.parts)}
         found = [self.boundaries.at(m, steps, levels, kind.value) for kind in kinds]
         return min(k1 for k1, _ in found), min(k2 for _, k2 in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ def measure(files: Mapping[str, Path]) -> Anatomy:
             layers=int(transformer["num_layers"]),
             width=int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"]),
             ffn_width=int(transformer["ffn_dim"]),
-            patch=_triple(transformer["patch_size"]),
+            patch=triple(transformer["patch_size"]),
             text_heads=int(text["num_heads"]),
             codec_width=int(codec["base_dim"]),
         )
@@ -47,7 +46,8 @@ def measure(files: Mapping[str, Path]) -> Anatomy:
         raise WeightsRejected(f"a part's config.json lacks a size: {error!r}", hint=weights.FETCH) from error
 
 
-def _triple(values: Iterable[int]) -> tuple[int, int, int]:
+def triple(values: Iterable[int]) -> tuple[int, int, int]:
+    """Along time, height and width. Raises ValueError for another number of them."""
     time, height, width = values
     return int(time), int(height), int(width)
 
@@ -57,7 +57,6 @@ def _parameters(files: Mapping[str, Path], parts: tuple[str, ...]) -> int:
     count = 0
     for name, path in files.items():
         if name.startswith(parts) and (path.suffix == ".safetensors" or name.startswith("checkpoint/")):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+            _, tensors = weights.read_header(path)
+            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
     return count

@@ -216,6 +216,17 @@ def measured(
     return shipped(card, parameters) if found.traces == 0 else found
 
 
+def of_domains(
+    connection: Connection, cards: Sequence[ModelCard], domain_ids: Sequence[int], domains: Sequence[Parameters]
+) -> list[Costs]:
+    """The costs of each domain, whose model's card stands at the same place."""
+    traces = {fingerprint: newest(connection, card) for fingerprint, card in {c.fingerprint: c for c in cards}.items()}
+    return [
+        measured(connection, domain_id, parameters, card, traces[card.fingerprint])
+        for card, domain_id, parameters in zip(cards, domain_ids, domains, strict=True)
+    ]
+
+
 def newest(connection: Connection, card: ModelCard) -> list[Made]:
     """The newest traces of a model, of the device that made the newest one."""
     query = """

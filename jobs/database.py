@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,9 +71,9 @@ def _note_use(driver: DBAPIConnection | None, record: ConnectionPoolEntry) -> No
 
 def _test(dialect: Dialect, driver: DBAPIConnection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
     # The pool's own pre-ping would test for a single statement too, which is a fifth of a claim.
-    idle = time.monotonic() - record.info.get("used", math.inf)
-    if idle < 0 or (_SINGLE.get() and idle < TESTED_AFTER):
-        return
+    used: float | None = record.info.get("used")
+    if used is None or (_SINGLE.get() and time.monotonic() - used < TESTED_AFTER):
+        return  # new, or trusted
     try:
         dialect.do_ping(driver)
     except psycopg.OperationalError as error:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from chorus_batch.jobs import bert
+from chorus_batch.jobs import bert, hub
 from chorus_batch.jobs.errors import ChorusBatchError, InputRejected, SettingsError
 from chorus_batch.jobs.processors import side_by_side
 
@@ -230,19 +230,13 @@ class ClipEmbedder:
         local = Path(self._model).expanduser()
         if local.is_dir():
             return local
-        from huggingface_hub import snapshot_download
-
         try:
-            try:
-                folder = snapshot_download(self._model, allow_patterns=list(self._FILES), local_files_only=True)
-            except OSError:  # not in the cache
-                folder = snapshot_download(self._model, allow_patterns=list(self._FILES))
+            return hub.snapshot(self._model, fetch=True, wanted=self._FILES)
         except Exception as error:  # the hub's and the HTTP client's errors have no common root
             raise EmbedderUnusable(
                 f"the CLIP model {self._model!r} is neither a folder nor could it be fetched: {error}",
                 hint="set CHORUS_EMBEDDER=clip:<folder that holds config.json, tokenizer.json, model.safetensors>",
             ) from error
-        return Path(folder)
 
     @cached_property
     def _weights(self) -> list[Path]:

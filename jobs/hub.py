@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from chorus_batch.jobs.errors import DependencyDown, WeightsRejected
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What is read of a model; repositories hold examples and other formats too.
-WANTED = ["*.json", "*.safetensors", "tokenizer/*"]
+WANTED = ("*.json", "*.safetensors", "tokenizer/*")
 
 
 def is_id(name: str) -> bool:
@@ -17,8 +19,15 @@ def is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def snapshot(name: str, revision: str | None = None, *, fetch: bool, cache: Path | None = None) -> Path:
-    """The folder of a model's files, named for its revision; `fetch` gets them where this host lacks them.
+def snapshot(
+    name: str,
+    revision: str | None = None,
+    *,
+    fetch: bool,
+    cache: Path | None = None,
+    wanted: Sequence[str] = WANTED,
+) -> Path:
+    """The folder of a model's `wanted` files, named for its revision; `fetch` gets them where this host lacks them.
 
     `cache` is huggingface_hub's folder, its own default if left out. Raises WeightsRejected for a model that isn't
     there, and DependencyDown (hub_unreachable) where the hub can't be asked.
@@ -27,10 +36,9 @@ def snapshot(name: str, revision: str | None = None, *, fetch: bool, cache: Path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    find = partial(snapshot_download, name, revision=revision, allow_patterns=list(wanted), cache_dir=cache)
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=WANTED, cache_dir=cache, local_files_only=True)
-        )
+        return Path(find(local_files_only=True))
     except LocalEntryNotFoundError as error:
         if not fetch:
             raise WeightsRejected(
@@ -38,7 +46,7 @@ def snapshot(name: str, revision: str | None = None, *, fetch: bool, cache: Path
                 hint=f"run: hf download {name}{f' --revision {revision}' if revision else ''}",
             ) from error
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED, cache_dir=cache))
+        return Path(find())
     except (LocalEntryNotFoundError, OSError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
             raise WeightsRejected(

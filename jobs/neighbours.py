@@ -56,13 +56,11 @@ class NeighbourSearch:
 
         The same prompt with another seed is no neighbour (README, "Method"), unless the row asks for it.
         """
-        found = self._found(connection, claim, count, approximate=self._approximate(connection, claim))
+        approximate = self._entries(connection, claim.domain.id) > self.exact_rows
+        found = self._found(connection, claim, count, approximate=approximate)
         if (claim.planned_job_id or claim.source_entry_id) and not any(is_planned(claim, each) for each in found):
             found += self._found(connection, claim, 1, planned=True)
         return [each for each in found if each.similarity >= min_similarity]
-
-    def _approximate(self, connection: Connection, claim: Claim) -> bool:
-        return self._entries(connection, claim.domain.id) > self.exact_rows
 
     def _found(
         self, connection: Connection, claim: Claim, count: int, *, approximate: bool = False, planned: bool = False

@@ -61,10 +61,11 @@ def of_submission(
     spool: Spool,
     planned: plan.Plan,
     domain_ids: Sequence[int],
+    each: Sequence[costs.Costs],
     mode: CacheMode,
     terms: Terms,
 ) -> Forecast:
-    """The forecast of rows that aren't stored yet."""
+    """The forecast of rows that aren't stored yet; `each`: the costs of each domain."""
 
     def target(row: int) -> str:
         return columns.prompts[columns.prompt[row]]
@@ -88,7 +89,7 @@ def of_submission(
         made_before=before,
         mode=mode,
     )
-    return _forecast(settings, engine, [card] * len(columns.domains), rows, terms)
+    return _forecast(settings, engine, [card] * len(columns.domains), each, rows, terms)
 
 
 def of_batch(settings: Settings, engine: Engine, batch_id: int, terms: Terms) -> Forecast:
@@ -128,7 +129,9 @@ def of_batch(settings: Settings, engine: Engine, batch_id: int, terms: Terms) ->
         mode=CacheMode(mode),
     )
     cards = [_card(settings, domain) for domain in domains]
-    return _forecast(settings, engine, cards, rows, terms)
+    with transaction(engine) as connection:
+        each = costs.of_domains(connection, cards, rows.domain_ids, rows.domains)
+    return _forecast(settings, engine, cards, each, rows, terms)
 
 
 def _card(settings: Settings, domain: DomainRecord) -> ModelCard:
@@ -149,7 +152,14 @@ def _parameters(domain: DomainRecord) -> Parameters:
     return Parameters(fps=1, **values)
 
 
-def _forecast(settings: Settings, engine: Engine, cards: Sequence[ModelCard], rows: Planned, terms: Terms) -> Forecast:
+def _forecast(
+    settings: Settings,
+    engine: Engine,
+    cards: Sequence[ModelCard],
+    each: Sequence[costs.Costs],
+    rows: Planned,
+    terms: Terms,
+) -> Forecast:
     steps = np.array([parameters.steps for parameters in rows.domains], np.int64)
     kept = [
         kept_steps(card, parameters) if rows.mode in STORING else 0
@@ -169,13 +179,6 @@ def _forecast(settings: Settings, engine: Engine, cards: Sequence[ModelCard], ro
         entries=np.array(kept, np.int64)[rows.domain] if len(rows.domain) else rows.domain,
     )
     with transaction(engine) as connection:
-        traces = {
-            card.fingerprint: costs.newest(connection, card) for card in {c.fingerprint: c for c in cards}.values()
-        }
-        each = [
-            costs.measured(connection, domain_id, parameters, card, traces[card.fingerprint])
-            for domain_id, parameters, card in zip(rows.domain_ids, rows.domains, cards, strict=True)
-        ]
         workers = terms.workers or max(1, live_workers(connection, settings.lease))
     found = forecast(work, each, workers=workers, gpu_price=terms.gpu_price)
     lines = [

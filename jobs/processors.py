@@ -24,12 +24,13 @@ def side_by_side(work: Callable[[Block], None], blocks: Iterable[Block]) -> None
 
     def one_after_the_other() -> None:
         while not errors:
-            with lock:
-                block = next(left, left)
-            if block is left:
+            try:
+                with lock:
+                    block = next(left)
+            except StopIteration:
                 return
             try:
-                work(block)  # type: ignore[arg-type]
+                work(block)
             except BaseException as error:
                 errors.append(error)
 

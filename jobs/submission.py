@@ -86,7 +86,10 @@ def submit(
             space_id, vectors = _embedded(engine, embedder, columns, options.cache)
         with _timed(seconds, "plan"):
             domain_ids = _domain_ids(engine, space_id, embedder.space, columns.domains, ingest)
-            planned, found = _planned(settings, engine, columns, vectors, domain_ids, ingest, options.cache)
+            with transaction(engine) as connection:
+                cards = [ingest.card] * len(columns.domains)
+                each = costs.of_domains(connection, cards, domain_ids, columns.domains)
+            planned, found = _planned(settings, engine, columns, vectors, domain_ids, each, ingest, options.cache)
             notes += found
         with _timed(seconds, "forecast"):
             forecast = of_submission(
@@ -97,6 +100,7 @@ def submit(
                 spool,
                 planned,
                 domain_ids,
+                each,
                 options.cache,
                 terms or Terms(),
             )
@@ -213,6 +217,7 @@ def _planned(
     columns: Requested,
     vectors: np.ndarray | None,
     domain_ids: Sequence[int],
+    each: Sequence[costs.Costs],
     ingest: IngestOptions,
     mode: CacheMode,
 ) -> tuple[plan.Plan, tuple[Note, ...]]:
@@ -233,17 +238,10 @@ def _planned(
         priority=np.array(columns.priority, np.int64),
         slots=None if slots is None else slots[prompt],
     )
-    with transaction(engine) as connection:
-        made = costs.newest(connection, ingest.card)
-        domains = [
-            reuse.domain_of(
-                ingest.card,
-                parameters,
-                settings.min_similarity,
-                reuse.price_of(costs.measured(connection, domain_id, parameters, ingest.card, made)),
-            )
-            for domain_id, parameters in zip(domain_ids, columns.domains, strict=True)
-        ]
+    domains = [
+        reuse.domain_of(ingest.card, parameters, settings.min_similarity, reuse.price_of(cost))
+        for parameters, cost in zip(columns.domains, each, strict=True)
+    ]
     notes += reuse.embedder_notes(ingest.card, settings.embedder)
     return plan.plan(items, domains, cached, shared=mode is CacheMode.on), notes
 

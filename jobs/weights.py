@@ -173,14 +173,19 @@ def _shards(part: Path) -> list[Path]:
     return [*indexes, *there]
 
 
+def read_header(path: Path) -> tuple[int, list[Mapping[str, Any]]]:
+    """Where the tensors of a .safetensors file begin (bytes), and what it says of each. Raises OSError, ValueError."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size) if size < 1 << 30 else b"")
+    return 8 + size, [tensor for name, tensor in header.items() if name != "__metadata__"]
+
+
 def _check_length(path: Path) -> None:
     """A .safetensors file's header says where its last tensor ends: an interrupted copy is found without reading it."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size) if size < 1 << 30 else b"")
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        whole = path.stat().st_size == 8 + size + max(ends, default=0)
+        begin, tensors = read_header(path)
+        whole = path.stat().st_size == begin + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise WeightsRejected(f"{path} is no .safetensors file", hint=FETCH) from error
     if not whole:

@@ -25,7 +25,7 @@ from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown
 from chorus_batch.jobs.storage import StoredObject
-from chorus_batch.workers.failures import Failure
+from chorus_batch.workers.failures import INTERNAL, Failure
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.runtime import Runtime
 from chorus_batch.workers.video import write_mp4
@@ -111,6 +111,8 @@ class Publisher:
             video = self._video(finished)
         except Exception as error:
             failure = Failure.of(error)
+            if failure.code == INTERNAL:
+                raise
             self._fail(claim, failure.code, failure.message, retry=failure.retry)
             if failure.lost:
                 os._exit(LOST)

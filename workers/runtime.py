@@ -223,14 +223,11 @@ def make_segmenter(name: str, device: str) -> Segmenter:
     return GroundedSegmenter(dino, sam2, device)
 
 
-def reuse_policy(
-    card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter | None = None
-) -> ReusePolicy:
+def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter) -> ReusePolicy:
     """How a model's latents are reused under a policy, by its card; `quick` ranks sources."""
     from chorus_batch.chorus.gains import Gains
     from chorus_batch.chorus.policy import ReusePolicy
     from chorus_batch.chorus.regions import RegionSettings
-    from chorus_batch.chorus.segment import EvidenceSegmenter
     from chorus_batch.chorus.stages import Boundaries
 
     # No tau above 1: a card without boundaries reuses nothing, whatever its gains.
@@ -241,7 +238,7 @@ def reuse_policy(
         Gains(**card.gains, tau=tau),
         RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
         differ,
-        segmenter or EvidenceSegmenter(),
+        segmenter,
         {kind: Gains(**gains, tau=tau) for kind, gains in card.kind_gains.items()},
         quick,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from chorus_batch.jobs.anatomy import Anatomy
+from chorus_batch.jobs.anatomy import Anatomy, triple
 from chorus_batch.jobs.errors import SettingsError
 from chorus_batch.jobs.parameters import Parameters
 from chorus_batch.jobs.weights import Weights
@@ -178,8 +178,7 @@ def _tables(tables: Mapping[str, list[list[float]]]) -> dict[int, tuple[Boundary
 
 
 def _anatomy(table: Mapping[str, Any]) -> Anatomy:
-    time, height, width = table["patch"]
-    return Anatomy(**{**table, "patch": (int(time), int(height), int(width))})
+    return Anatomy(**{**table, "patch": triple(table["patch"])})
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:

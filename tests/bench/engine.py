@@ -28,6 +28,7 @@ from chorus_batch.chorus.network import Network
 from chorus_batch.chorus.policy import Policy
 from chorus_batch.chorus.request import Request, Reuse
 from chorus_batch.chorus.schedule import make_scheduler, noise_levels
+from chorus_batch.chorus.segment import EvidenceSegmenter
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.workers.runtime import lexical_differ, reuse_policy
 
@@ -121,7 +122,7 @@ def storage(engine: Engine) -> list[dict[str, Any]]:
     request, every = Request(PROMPT, 5, settings, "domain"), frozenset(range(1, 21))
     card = load_card("builtin")
     differ = lexical_differ(card)
-    kept = reuse_policy(card, Policy.chorus, differ, differ).kept_steps(settings)
+    kept = reuse_policy(card, Policy.chorus, differ, differ, EvidenceSegmenter()).kept_steps(settings)
     source = engine.generate(request, keep=every, evidence=True)
     some = {k: x for k, x in source.trajectory.items() if k in kept}
     baseline = len(pack(source.trajectory, {}))

@@ -53,7 +53,8 @@ class Shapes:
     rounds: int
 
 
-COMMON = {"patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "freq_dim": 256, "cross_attn_norm": True,
+PATCH = (1, 2, 2)
+COMMON = {"patch_size": PATCH, "in_channels": 16, "out_channels": 16, "freq_dim": 256, "cross_attn_norm": True,
           "qk_norm": "rms_norm_across_heads"}  # fmt: skip
 WAN_1_3B = Shapes(
     {**COMMON, "num_attention_heads": 12, "attention_head_dim": 128, "text_dim": 4096, "ffn_dim": 8960,
@@ -93,7 +94,7 @@ class Machine:
                 parameter.data = parameter.data.to(shapes.dtype)
         # What isn't a parameter was lost with the meta device.
         transformer.rope = type(transformer.rope)(
-            shapes.transformer["attention_head_dim"], COMMON["patch_size"], shapes.transformer["rope_max_seq_len"]
+            shapes.transformer["attention_head_dim"], PATCH, shapes.transformer["rope_max_seq_len"]
         ).to(device)
         noise = torch.randn(shapes.latents, generator=torch.Generator().manual_seed(1)).to(device)
         text = torch.randn((1, *shapes.text), dtype=shapes.dtype, device=device)
@@ -126,7 +127,7 @@ class Machine:
         text = self.network.text(self.guidance.conditional)
         times = self.network.times(torch.tensor([500.0], device=self.device))
         inputs = self.latents.to(self.network.dtype)
-        grid = tuple(n // p for n, p in zip(self.shapes.latents[2:], COMMON["patch_size"], strict=True))  # type: ignore[call-overload]
+        grid = tuple(n // p for n, p in zip(self.shapes.latents[2:], PATCH, strict=True))
         tokens = grid[0] * grid[1] * grid[2]
         see = torch.zeros(tokens, dtype=torch.bool)
         see[torch.randperm(tokens, generator=torch.Generator().manual_seed(2))[: round(share * tokens)]] = True
