@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chorus_batch.jobs.curve import ROUNDING, Domain, FloatArray
-from chorus_batch.jobs.nearest import Hunt, IdArray, IntArray, Nearest, Places, Points, exact
+from chorus_batch.jobs.nearest import Hunt, IdArray, IntArray, Links, Nearest, Places, Points, ascending, exact
 from chorus_batch.jobs.neighbour_tables import Effort, approximate, recall
+from chorus_batch.jobs.processors import side_by_side, taken
 from chorus_batch.jobs.templates import Slots
 
 AUTO, FORCE, OFF = 0, 1, 2  # what a row allows
 
 NOTHING = 1e-9  # savings up to this are rounding
 DoubleArray: TypeAlias = NDArray[np.float64]
+AnyArray: TypeAlias = NDArray[Any]
+_CLIENTS = 20_000  # whose arcs are sorted together
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Graph:
         whole = n <= limits.exact
         keep = max(limits.arcs, limits.few_arcs // max(1, n)) if whole else limits.large_arcs
         forced = members.reuse == FORCE
-        parts: list[tuple[IdArray, IdArray, FloatArray]] = []
+        links: list[Links] = []
         found: float | None = 1.0
         if members.shared and n > 1:
             repeated = len(np.unique(members.rows.prompt)) < n
@@ -84,8 +87,13 @@ class Graph:
             )
             nearest = exact(hunt) if whole else approximate(hunt, limits.effort)
             found = 1.0 if whole else recall(hunt, nearest)
-            parts += _both_ways(nearest)
-            parts += nearest.hubs
+            client, point, m = _own(nearest)
+            # A near row may have no room for this one among its own nearest; it can follow this one all the same.
+            links += [(client, point, m), _by_client(point, client, m)]
+            if nearest.hubs:
+                client, point, m = (np.concatenate(column) for column in zip(*nearest.hubs, strict=True))
+                links.append(_by_client(client, point, m))
+            del nearest
         if len(members.entries):
             hunt = Hunt(
                 members.rows,
@@ -100,39 +108,25 @@ class Graph:
             few = n * len(members.entries) <= limits.exact**2
             nearest = exact(hunt) if few else approximate(hunt, limits.effort)
             client, point, m = _own(nearest)
-            parts.append((client, point + np.int32(n), m))
-        return cls._of(domain, members, facilities, parts, found)
+            links.append((client, point + np.int32(n), m))
+        return cls._of(domain, members, facilities, links, found)
 
     @classmethod
-    def _of(
-        cls,
-        domain: Domain,
-        members: Members,
-        facilities: int,
-        parts: list[tuple[IdArray, IdArray, FloatArray]],
-        found: float | None,
-    ) -> Graph:
+    def _of(cls, domain: Domain, members: Members, facilities: int, links: list[Links], found: float | None) -> Graph:
+        """From links sorted by client, some of which may stand in several lists."""
         n = len(members.rows)
-        client = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, np.int32)
-        facility = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, np.int32)
-        m = np.concatenate([part[2] for part in parts]) if parts else np.zeros(0, np.float32)
-        parts.clear()
-        legal = _legal(members, client, facility)
-        client, facility, m = client[legal], facility[legal], m[legal]
-        key = client.astype(np.int64) * facilities + facility
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        order = order[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else order
-        del key
-        client, facility, m = client[order], facility[order], m[order]
-        m = np.clip(m, np.float32(domain.lowest), np.float32(1.0))
-        saving = saved(domain, members.slots, client, facility, m)
-        # Among sources at the same cost (a step of the curve) the nearest is the best: it looks better.
-        saving = np.where(saving > NOTHING, saving + np.float32(1e-6) * m, np.float32(0.0))
-        if members.slots is not None:
-            worth = saving > 0.0
-            client, facility, m, saving = client[worth], facility[worth], m[worth], saving[worth]
-        by_facility = np.argsort(facility, kind="stable").astype(np.int32)
+        starts = range(0, n, _CLIENTS)
+        columns: tuple[dict[int, AnyArray], ...] = ({}, {}, {}, {})
+
+        def collect(start: int) -> None:
+            found = _arcs(domain, members, facilities, _between(links, start, start + _CLIENTS))
+            for column, part in zip(columns, found, strict=True):
+                column[start] = part
+
+        side_by_side(collect, starts)
+        links.clear()
+        client, facility, m, saving = (_joined(column) for column in columns)
+        by_facility = ascending(facility).astype(np.int32)
         return cls(
             n=n,
             facilities=facilities,
@@ -146,6 +140,44 @@ class Graph:
             facility_start=np.append(0, np.cumsum(np.bincount(facility, minlength=facilities))),
             recall=found,
         )
+
+
+def _between(links: list[Links], first: int, last: int) -> Links:
+    """Those of clients first..last-1, joined."""
+    spans = [slice(*np.searchsorted(link[0], np.array([first, last], np.int32)).tolist()) for link in links]
+    none = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
+    parts = [none, *(tuple(column[span] for column in link) for link, span in zip(links, spans, strict=True))]
+    client, facility, m = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return client, facility, m
+
+
+def _arcs(
+    domain: Domain, members: Members, facilities: int, links: Links
+) -> tuple[IdArray, IdArray, FloatArray, FloatArray]:
+    """The legal ones among the links, each once, sorted by client and facility, with what they save."""
+    client, facility, m = links
+    legal = _legal(members, client, facility)
+    client, facility, m = client[legal], facility[legal], m[legal]
+    key = client.astype(np.int64) * facilities + facility
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    order = order[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else order
+    client, facility, m = client[order], facility[order], m[order]
+    m = np.clip(m, np.float32(domain.lowest), np.float32(1.0))
+    saving = saved(domain, members.slots, client, facility, m)
+    # Among sources at the same cost (a step of the curve) the nearest is the best: it looks better.
+    saving = np.where(saving > NOTHING, saving + np.float32(1e-6) * m, np.float32(0.0))
+    if members.slots is not None:
+        worth = saving > 0.0
+        client, facility, m, saving = client[worth], facility[worth], m[worth], saving[worth]
+    return client, facility, m, saving
+
+
+def _joined(parts: dict[int, AnyArray]) -> AnyArray:
+    """In the order of their keys. Empties `parts`: the arcs of a million rows needn't be there twice."""
+    found = np.concatenate([parts[key] for key in sorted(parts)]) if parts else np.zeros(0, np.int32)
+    parts.clear()
+    return found
 
 
 def saved(domain: Domain, slots: Slots | None, client: Places, facility: Places, m: FloatArray) -> FloatArray:
@@ -170,12 +202,6 @@ def _own(nearest: Nearest) -> tuple[IdArray, IdArray, FloatArray]:
     return row.astype(np.int32), nearest.point[row, rank], nearest.similarity[row, rank]
 
 
-def _both_ways(nearest: Nearest) -> list[tuple[IdArray, IdArray, FloatArray]]:
-    """A near row may have no room for this one among its own nearest; it can follow this one all the same."""
-    client, point, m = _own(nearest)
-    alone = np.ones(len(client), dtype=bool)
-    step = 1_000_000
-    for start in range(0, len(client), step):
-        part = slice(start, start + step)
-        alone[part] = (nearest.point[point[part]] != client[part][:, None]).all(axis=1)
-    return [(client, point, m), (point[alone], client[alone], m[alone])]
+def _by_client(client: IdArray, facility: IdArray, m: FloatArray) -> Links:
+    order = ascending(client)
+    return taken(client, order), taken(facility, order), taken(m, order)

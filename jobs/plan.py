@@ -348,7 +348,7 @@ def _units(vectors: FloatArray) -> FloatArray:
             block = unit_rows(vectors[part])
         except UnusableVector as error:
             raise UnusableVector(start + error.index, str(error).partition(": ")[2]) from error
-        if not np.allclose(block, units[part], rtol=0.0, atol=1e-6):
+        if np.abs(block - units[part]).max() > 1e-6:
             if np.shares_memory(units, vectors):
                 units = units.copy()
             units[part] = block

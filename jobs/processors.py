@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from threading import Lock, Thread
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chorus_batch.jobs.blas import one_thread_each
 
 Block = TypeVar("Block")
+_PLACES = 500_000  # below twice as many a thread costs more than it saves
 
 
 def processors() -> int:
@@ -43,3 +47,17 @@ def side_by_side(work: Callable[[Block], None], blocks: Iterable[Block]) -> None
             thread.join()
     if errors:
         raise errors[0]
+
+
+def taken(values: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+    """`values[places]`, for very many places: where they lie far apart it is memory that takes the time."""
+    if len(places) < 2 * _PLACES:
+        return values.take(places)
+    found = np.empty(len(places), values.dtype)
+
+    def take(start: int) -> None:
+        part = slice(start, start + _PLACES)
+        np.take(values, places[part], out=found[part], mode="clip")  # with "raise" numpy copies `out`
+
+    side_by_side(take, range(0, len(places), _PLACES))
+    return found

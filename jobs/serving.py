@@ -9,6 +9,7 @@ import numpy as np
 from chorus_batch.jobs.curve import FloatArray
 from chorus_batch.jobs.graph import NOTHING, DoubleArray, Graph
 from chorus_batch.jobs.nearest import IdArray, IntArray
+from chorus_batch.jobs.processors import taken
 
 _ROUNDS = 30  # of moving rows to nearer sources
 
@@ -88,11 +89,11 @@ class Serving:
         """Followers move to their nearest open facility, as far as there is room; those that save most go first."""
         graph = self.graph
         # An open row's benefit is infinite, so it never follows.
-        arcs = np.flatnonzero(self.open[graph.facility])
+        arcs = np.flatnonzero(taken(self.open, graph.facility))
         for _ in range(_ROUNDS):
-            more = graph.saving[arcs] - self.benefit[graph.client[arcs]]
+            more = taken(graph.saving, arcs) - taken(self.benefit, taken(graph.client, arcs))
             arcs = arcs[more > NOTHING]
-            ready = arcs[self.load[graph.facility[arcs]] < self.cap]
+            ready = arcs[taken(self.load, taken(graph.facility, arcs)) < self.cap]
             wanted = ready[best_of_each(graph.client[ready], graph.saving[ready])]
             if not len(wanted):
                 return
@@ -112,7 +113,7 @@ class Serving:
         """For each follower the nearest row, other than its own source, that will be generated; -1: none."""
         graph = self.graph
         found = np.full(graph.n, -1, np.int64)
-        arcs = np.flatnonzero((self.served[graph.client] >= 0) & (graph.facility < graph.n))
+        arcs = np.flatnonzero((taken(self.served, graph.client) >= 0) & (graph.facility < graph.n))
         facility = graph.facility[arcs]
         arcs = arcs[(self.served[facility] < 0) & (self.served[graph.client[arcs]] != arcs)]
         arcs = arcs[best_of_each(graph.client[arcs], graph.similarity[arcs])]

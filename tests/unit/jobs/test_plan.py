@@ -67,8 +67,8 @@ def batches(draw: st.DrawFn) -> tuple[Items, list[Domain], Cached, Limits]:
                 Limits(followers=1, arcs=2, few_arcs=0),
                 Limits(followers=3, search=0),
                 Limits(search=0, passes=0),
-                Limits(exact=4, large_arcs=3, effort=Effort(tables=2, group=8)),
-                Limits(exact=0, search=0, followers=3, effort=Effort(tables=2, group=8)),
+                Limits(exact=4, large_arcs=3, effort=Effort(tables=2, block=8, cell=2)),
+                Limits(exact=0, search=0, followers=3, effort=Effort(tables=2, block=8, cell=2)),
             ]
         )
     )
