@@ -6,7 +6,6 @@ kept beside its latents. It needs no other model and no extra pass (engine: READ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -17,12 +16,10 @@ from .attention import Watch
 
 Span = tuple[int, int]
 
-_WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")
-
 
 def content_words(prompt: str) -> list[Span]:
     """The spans of the words that may name something to be seen: all but function words."""
-    return [m.span() for m in _WORD.finditer(prompt) if m.group().lower() not in lexicon.FUNCTION_WORDS]
+    return [span for span, word in lexicon.words_of(prompt) if word not in lexicon.FUNCTION_WORDS]
 
 
 def recorded_layers(layers: int) -> frozenset[int]:

@@ -5,12 +5,21 @@ The lists stand in lexicon.toml. Two words of one key mean the same: another for
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 VOWELS = frozenset("aeiou")
+# A word may hold apostrophes and hyphens: "bird's", "medium-sized".
+_WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
+
+
+def words_of(text: str) -> list[tuple[tuple[int, int], str]]:
+    """The words of a text: their characters' spans, and themselves in lower case with a straight apostrophe."""
+    return [(match.span(), match.group().lower().replace("\u2019", "'")) for match in _WORD.finditer(text)]
+
 
 with Path(__file__).with_name("lexicon.toml").open("rb") as _file:
     _LISTS: dict[str, dict[str, Any]] = tomllib.load(_file)

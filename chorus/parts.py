@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from . import lexicon
 
-# A word may hold apostrophes and hyphens: "bird's", "medium-sized".
-_WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 _BREAK = re.compile(r"[,.;:!?()\[\]\u2013\u2014\n]")
 _SENTENCE = re.compile(r"[.!?]\s")
 # What a noun phrase is made of, its determiner left out.
@@ -50,8 +48,8 @@ class Unit:
 
 def take_apart(text: str) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], list[Unit]]:
     """(character spans of the words, the words in lower case, the units that they make)."""
-    spans = tuple(match.span() for match in _WORD.finditer(text))
-    words = tuple(text[start:end].lower().replace("\u2019", "'") for start, end in spans)
+    found = lexicon.words_of(text)
+    spans, words = tuple(span for span, _ in found), tuple(word for _, word in found)
     units = list(_units(text, spans, words))
     _say_parts(units)
     for segment in _segments(units):

@@ -20,14 +20,13 @@ from chorus_batch.jobs.ingest.columns import ColumnNames, meaning
 from chorus_batch.jobs.ingest.dialect import FORMATS, detect
 from chorus_batch.jobs.ingest.notes import Note, Notes
 from chorus_batch.jobs.ingest.reader import Record, RecordReader
-from chorus_batch.jobs.ingest.rejection import SHOWN, FileRejected, RowError, rejected_path, write_rejected
+from chorus_batch.jobs.ingest.rejection import FileRejected, RowError, rejected_path, write_rejected
 from chorus_batch.jobs.ingest.seeds import SeedPolicy, stated_seed
 from chorus_batch.jobs.ingest.source import Source, file_sha256, open_source
 from chorus_batch.jobs.ingest.tokens import TokenCounter
 from chorus_batch.jobs.parameters import POLICIES, Parameters, clean_prompt
 
 __all__ = [
-    "Check",
     "FileRejected",
     "IngestOptions",
     "Note",
@@ -35,7 +34,6 @@ __all__ = [
     "Row",
     "RowError",
     "Source",
-    "check",
     "file_sha256",
     "open_source",
     "parse_pairs",
@@ -171,40 +169,6 @@ def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"{option} gives {key!r} twice")
         pairs[key.strip()] = value
     return pairs
-
-
-@dataclass(frozen=True)
-class Check:
-    """What a whole reading of a file found. `errors` are the first of `error_count`; `invalid` counts rows with any."""
-
-    rows: int
-    errors: tuple[RowError, ...]
-    error_count: int
-    invalid: int
-    notes: tuple[Note, ...]
-
-    def rejection(self) -> FileRejected:
-        """The error that says so."""
-        return FileRejected(
-            self.errors, self.error_count, hint="correct the rows, or pass --on-invalid row to leave them out"
-        )
-
-
-def check(source: Source, options: IngestOptions, seen: dict[str, int] | None = None) -> Check:
-    """Read a file to its end and keep nothing but counts. Raises FileRejected where it can't be read on."""
-    notes = Notes()
-    errors: list[RowError] = []
-    rows = count = invalid = last = 0
-    for item in read_batch(source, options, notes, seen):
-        if isinstance(item, Row):
-            rows += 1
-            continue
-        count += 1
-        invalid += item.row != last
-        last = item.row
-        if len(errors) < SHOWN:
-            errors.append(item)
-    return Check(rows, tuple(errors), count, invalid, notes.summary())
 
 
 def read_batch(

@@ -25,7 +25,6 @@ from chorus_batch.jobs.ingest.rows import (
     Row,
     RowError,
     Source,
-    check,
     file_sha256,
     open_source,
     parse_pairs,
@@ -430,12 +429,13 @@ def test_pairs():
 # Whole files
 
 
-def test_check_counts_and_lists_the_first_twenty(tmp_path):
+def test_a_rejection_counts_and_lists_the_first_twenty(tmp_path):
     path = tmp_path / "p.csv"
     path.write_text("prompt,steps,fps\n" + "a,1,1\n" * 5 + "b,0,0\n" * 30)
-    result = check(Source(path, "p.csv"), IngestOptions(WIDE))
-    assert (result.rows, result.error_count, result.invalid, len(result.errors)) == (5, 60, 30, 20)
-    rejection = result.rejection()
+    found = list(read_batch(Source(path, "p.csv"), IngestOptions(WIDE)))
+    errors = [item for item in found if isinstance(item, RowError)]
+    assert (len(found) - len(errors), len(errors), len({error.row for error in errors})) == (5, 60, 30)
+    rejection = FileRejected(errors, len(errors))
     assert isinstance(rejection, InputRejected) and rejection.exit_code == 3
     assert rejection.count == 60 and len(rejection.errors) == 20
     text = str(rejection)
