@@ -12,7 +12,9 @@ import resource
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from .attention import Gain
+from .block import CompiledBlock
 from .checkpoint import Checkpoint
 from .cost import Work, forward_flops, text_flops, tokens_of, work_flops
 from .denoise import Denoised, Guidance, RegionStage, Walk, denoise, independent
@@ -40,6 +43,7 @@ from .errors import (
 from .evidence import Recorder, Word, content_words, recorded_layers, recorded_steps
 from .model import VideoModel
 from .network import Network
+from .regions import widen
 from .request import Request, Result, Reuse, identity
 from .schedule import make_scheduler, noise_levels
 from .stepcache import step_cache
@@ -92,12 +96,32 @@ class Engine:
         """
         if backend is None:
             return
-        try:
+        hint = "leave CHORUS_ATTENTION_BACKEND out, or use native"
+        with _refused(f"attention backend {backend!r}", hint):
             self.model.transformer.set_attention_backend(backend)
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise UnsupportedSettings(
-                f"attention backend {backend!r}: {error}", hint="leave it out, or use native"
-            ) from error
+            self._try_out()
+
+    def use_compiler(self, backend: str = "inductor") -> None:
+        """Run the transformer's blocks as torch.compile makes them; `backend` is one of its own.
+
+        Regions are widened to few sizes then (`regions.widen`), for every number of tokens is compiled anew. A
+        generation with a step cache runs as without it. Raises UnsupportedSettings where nothing can be compiled.
+        """
+        hint = "install a C++ compiler (g++), for a GPU triton and gcc too, or leave CHORUS_COMPILE out"
+        self.network.compiled = CompiledBlock(backend)
+        with _refused("torch.compile", hint):
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """A pass over four tokens: whether what runs the blocks can run here at all."""
+        config, network = self.model.transformer.config, self.network
+        t, h, w = config.patch_size
+        options = {"device": self._device, "dtype": network.dtype}
+        with torch.inference_mode():
+            latents = torch.zeros(1, config.in_channels, t, 2 * h, 2 * w, **options)
+            text = network.text(torch.zeros(1, self.model.text_slots, config.text_dim, **options))
+            times = network.times(torch.zeros(1, device=self._device))
+            network.velocity(latents, times, text, network.visible(latents))
 
     def use_features(self, source: Callable[[str], torch.Tensor]) -> None:
         """Take text features [1, slots, D] from `source`, which gives what the model's `encode` would, bit for bit."""
@@ -131,10 +155,13 @@ class Engine:
             _check_reuse(request, reuse, shape)
             if reuse.k1 == 0:
                 reuse = None
+            elif reuse.regions is not None and self.network.compiled is not None:
+                reuse = replace(reuse, regions=widen(reuse.regions))
         name = identity(request, reuse, frozenset(keep), self.fingerprint)
         if resume is not None and resume.identity != name:
             raise CheckpointMismatch("the checkpoint belongs to another generation", hint="start from the beginning")
         self._reset_peak()
+        compiled = self._compilations()
         caching = step_cache(settings.step_cache, self.model.transformer, self.fingerprint, settings.steps)
         with torch.inference_mode(), caching as cache:
             began = time.perf_counter()
@@ -165,7 +192,10 @@ class Engine:
         _check_output(final)
         seconds = {"encode": encoded - began, "denoise": denoised - encoded}
         maps = walk.recorder.evidence(self.grid(shape)) if walk.recorder is not None else None
-        return Result(final, self._trace(request, reuse, walk, done, shape, seconds), done.kept, maps)
+        trace = self._trace(request, reuse, walk, done, shape, seconds)
+        if compiled is not None:
+            trace = replace(trace, compilations=(self._compilations() or 0) - compiled)
+        return Result(final, trace, done.kept, maps)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """The token grid [T, h, w] of latents [C, T, H, W]."""
@@ -252,6 +282,9 @@ class Engine:
             backend=self._backend(),
         )
 
+    def _compilations(self) -> int | None:
+        return None if self.network.compiled is None else self.network.compiled.compilations
+
     def _reset_peak(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -279,10 +312,24 @@ class Engine:
             "device_name": torch.cuda.get_device_name(self._device) if cuda else platform.machine(),
             "dtype": str(self.model.transformer.dtype).removeprefix("torch."),
             "attention": self._attention_backend(),
+            "compiler": "none" if self.network.compiled is None else self.network.compiled.backend,
             "threads": torch.get_num_threads(),
             "fingerprint": self.fingerprint,
             **self._versions,
         }
+
+
+@contextmanager
+def _refused(what: str, hint: str) -> Iterator[None]:
+    """What can't run here is named. Running out of memory and losing the device stay what they are."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
+        # What follows the first empty line is advice to developers.
+        cause = " ".join(str(error).strip().partition("\n\n")[0].split())
+        raise UnsupportedSettings(f"{what} can't run here: {cause}", hint=hint) from error
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:

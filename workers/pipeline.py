@@ -194,6 +194,9 @@ class Pipeline:
             result = run()
         finally:
             self._free_since = time.perf_counter()
+        if result.trace.compilations:
+            # Told aloud: each takes as long as many steps, and there should be few of them.
+            log.warning("job %s: torch.compile compiled %d new shapes", claim.job_id, result.trace.compilations)
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
         return self._finished(claim, phases, loaded, request, result, neighbour, idle, notes)
