@@ -12,8 +12,7 @@ import resource
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from .attention import Gain
-from .block import CompiledBlock
 from .checkpoint import Checkpoint
 from .cost import Work, forward_flops, text_flops, tokens_of, work_flops
 from .denoise import Denoised, Guidance, RegionStage, Walk, denoise, independent
@@ -94,12 +92,8 @@ class Engine:
 
         Raises UnsupportedSettings for one that isn't known or can't run here.
         """
-        if backend is None:
-            return
-        hint = "leave CHORUS_ATTENTION_BACKEND out, or use native"
-        with _refused(f"attention backend {backend!r}", hint):
-            self.model.transformer.set_attention_backend(backend)
-            self._try_out()
+        if backend is not None:
+            self.network.use_attention(backend)
 
     def use_compiler(self, backend: str = "inductor") -> None:
         """Run the transformer's blocks as torch.compile makes them; `backend` is one of its own.
@@ -107,21 +101,7 @@ class Engine:
         Regions are widened to few sizes then (`regions.widen`), for every number of tokens is compiled anew. A
         generation with a step cache runs as without it. Raises UnsupportedSettings where nothing can be compiled.
         """
-        hint = "install a C++ compiler (g++), for a GPU triton and gcc too, or leave CHORUS_COMPILE out"
-        self.network.compiled = CompiledBlock(backend)
-        with _refused("torch.compile", hint):
-            self._try_out()
-
-    def _try_out(self) -> None:
-        """A pass over four tokens: whether what runs the blocks can run here at all."""
-        config, network = self.model.transformer.config, self.network
-        t, h, w = config.patch_size
-        options = {"device": self._device, "dtype": network.dtype}
-        with torch.inference_mode():
-            latents = torch.zeros(1, config.in_channels, t, 2 * h, 2 * w, **options)
-            text = network.text(torch.zeros(1, self.model.text_slots, config.text_dim, **options))
-            times = network.times(torch.zeros(1, device=self._device))
-            network.velocity(latents, times, text, network.visible(latents))
+        self.network.use_compiler(backend)
 
     def use_features(self, source: Callable[[str], torch.Tensor]) -> None:
         """Take text features [1, slots, D] from `source`, which gives what the model's `encode` would, bit for bit."""
@@ -317,19 +297,6 @@ class Engine:
             "fingerprint": self.fingerprint,
             **self._versions,
         }
-
-
-@contextmanager
-def _refused(what: str, hint: str) -> Iterator[None]:
-    """What can't run here is named. Running out of memory and losing the device stay what they are."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
-        # What follows the first empty line is advice to developers.
-        cause = " ".join(str(error).strip().partition("\n\n")[0].split())
-        raise UnsupportedSettings(f"{what} can't run here: {cause}", hint=hint) from error
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -51,6 +51,30 @@ class Network:
                 processor._attention_backend = attention.processor._attention_backend
                 attention.set_processor(processor)
 
+    def use_attention(self, backend: str) -> None:
+        """Attention by a backend of diffusers' dispatcher. Raises UnsupportedSettings if it can't run here."""
+        with _refused(f"attention backend {backend!r}", "leave CHORUS_ATTENTION_BACKEND out, or use native"):
+            self.transformer.set_attention_backend(backend)
+            self._try_out()
+
+    def use_compiler(self, backend: str = "inductor") -> None:
+        """Blocks as a backend of torch.compile makes them. Raises UnsupportedSettings where nothing can be compiled."""
+        hint = "install a C++ compiler (g++), for a GPU triton and gcc too, or leave CHORUS_COMPILE out"
+        self.compiled = CompiledBlock(backend)
+        with _refused("torch.compile", hint):
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """A pass over four tokens: whether what runs the blocks can run here at all."""
+        config = self.transformer.config
+        t, h, w = config.patch_size
+        device = next(self.transformer.parameters()).device
+        with torch.inference_mode():
+            latents = torch.zeros(1, config.in_channels, t, 2 * h, 2 * w, device=device, dtype=self.dtype)
+            text = self.text(torch.zeros(1, 8, config.text_dim, device=device, dtype=self.dtype))
+            times = self.times(torch.zeros(1, device=device))
+            self.velocity(latents, times, text, self.visible(latents))
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the latents that a pass reads."""
@@ -150,3 +174,16 @@ class Network:
         grid = [n // p for n, p in zip(shape[2:], patch, strict=True)]
         patches: torch.Tensor = hidden.reshape(1, *grid, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+@contextmanager
+def _refused(what: str, hint: str) -> Iterator[None]:
+    """What can't run here is named. Running out of memory and losing the device stay what they are."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
+        # What follows the first empty line is advice to developers.
+        cause = " ".join(str(error).strip().partition("\n\n")[0].split())
+        raise UnsupportedSettings(f"{what} can't run here: {cause}", hint=hint) from error

@@ -63,7 +63,11 @@ class Pipeline:
             with phases.timed("claim"), statement(self._runtime.database) as connection:
                 runtime = self._runtime
                 claim = queue.claim(
-                    connection, runtime.worker_id, runtime.held.ids(), max_wait=runtime.settings.max_wait
+                    connection,
+                    runtime.worker_id,
+                    runtime.held.ids(),
+                    max_wait=runtime.settings.max_wait,
+                    unfit=tuple(runtime.unfit),
                 )
             if claim is not None:
                 self._heartbeat.holds(claim)
@@ -255,6 +259,8 @@ class Pipeline:
                 continue
             notes += unplanned(claim, neighbour, found)
             notes += decision.notes
+            if self._runtime.lacking and decision.reuse is not None and decision.reuse.regions is not None:
+                notes.append("the segmenter that was asked for isn't there: region from the evidence")
             return decision.reuse, neighbour if decision.reuse is not None else None
         if evicted:
             notes[-1] += ": computed in full"
