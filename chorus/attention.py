@@ -66,12 +66,12 @@ class SelfAttention:
     ) -> torch.Tensor:
         """[1, N, dim] to [1, N, dim]; `rotary_emb` is (cos, sin), [1, N, 1, D] each."""
         heads = (attn.heads, -1)
-        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, heads)
+        query = queries(attn, hidden_states)
         key = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, heads)
         value = attn.to_v(hidden_states).unflatten(2, heads)
         if rotary_emb is not None:
             query, key = rope(query, *rotary_emb), rope(key, *rotary_emb)
-        return _attend(self, attn, query, key, value, attention_mask, self._parallel_config)
+        return attend(self, attn, query, key, value, attention_mask, self._parallel_config)
 
 
 class TextAttention:
@@ -93,18 +93,23 @@ class TextAttention:
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """[1, N, dim] to [1, N, dim]; `encoder_hidden_states` [1, S, dim] is the embedded text."""
-        heads, passing = (attn.heads, -1), self._passing
-        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, heads)
-        key, value = self._text(attn, encoder_hidden_states)
-        gain = passing.gain
+        gain, watch = self._passing.gain, self._passing.watch
+        query = queries(attn, hidden_states)
+        key, value = self.keys_and_values(attn, encoder_hidden_states)
+        if watch is not None:
+            watch(self._layer, query, key)
+        # Not parallel: every device holds the whole text.
+        output = attend(self, attn, query, key, value, attention_mask, None)
+        return output if gain is None or gain.output == 1.0 else output * gain.output
+
+    def keys_and_values(self, attn: Any, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the text that is passing, [1, S, heads, D] each, the keys amplified; `features` [1, S, dim]."""
+        key, value = self._text(attn, features)
+        gain = self._passing.gain
         if gain is not None and gain.key != 1.0 and gain.tokens:
             key = key_gain(key, gain.tokens, gain.key)
-        key, value = (each.reshape(*each.shape[:2], *query.shape[2:]) for each in (key, value))
-        if passing.watch is not None:
-            passing.watch(self._layer, query, key)
-        # Not parallel: every device holds the whole text.
-        output = _attend(self, attn, query, key, value, attention_mask, None)
-        return output if gain is None or gain.output == 1.0 else output * gain.output
+        heads = (*key.shape[:2], attn.heads, -1)
+        return key.reshape(heads), value.reshape(heads)
 
     def _text(self, attn: Any, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         text = self._passing.text
@@ -116,7 +121,13 @@ class TextAttention:
         return known
 
 
-def _attend(
+def queries(attn: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[1, N, heads, D], after their norm, of hidden [1, N, dim]."""
+    found: torch.Tensor = attn.norm_q(attn.to_q(hidden)).unflatten(2, (attn.heads, -1))
+    return found
+
+
+def attend(
     processor: Any,
     attn: Any,
     query: torch.Tensor,

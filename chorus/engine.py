@@ -13,6 +13,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Set
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from .errors import (
 from .evidence import Recorder, Word, content_words, recorded_layers, recorded_steps
 from .model import VideoModel
 from .network import Network
+from .regions import widen
 from .request import Request, Result, Reuse, identity
 from .schedule import make_scheduler, noise_levels
 from .stepcache import step_cache
@@ -90,14 +92,16 @@ class Engine:
 
         Raises UnsupportedSettings for one that isn't known or can't run here.
         """
-        if backend is None:
-            return
-        try:
-            self.model.transformer.set_attention_backend(backend)
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise UnsupportedSettings(
-                f"attention backend {backend!r}: {error}", hint="leave it out, or use native"
-            ) from error
+        if backend is not None:
+            self.network.use_attention(backend)
+
+    def use_compiler(self, backend: str = "inductor") -> None:
+        """Run the transformer's blocks as torch.compile makes them; `backend` is one of its own.
+
+        Regions are widened to few sizes then (`regions.widen`), for every number of tokens is compiled anew. A
+        generation with a step cache runs as without it. Raises UnsupportedSettings where nothing can be compiled.
+        """
+        self.network.use_compiler(backend)
 
     def use_features(self, source: Callable[[str], torch.Tensor]) -> None:
         """Take text features [1, slots, D] from `source`, which gives what the model's `encode` would, bit for bit."""
@@ -131,10 +135,13 @@ class Engine:
             _check_reuse(request, reuse, shape)
             if reuse.k1 == 0:
                 reuse = None
+            elif reuse.regions is not None and self.network.compiled is not None:
+                reuse = replace(reuse, regions=widen(reuse.regions))
         name = identity(request, reuse, frozenset(keep), self.fingerprint)
         if resume is not None and resume.identity != name:
             raise CheckpointMismatch("the checkpoint belongs to another generation", hint="start from the beginning")
         self._reset_peak()
+        compiled = self._compilations()
         caching = step_cache(settings.step_cache, self.model.transformer, self.fingerprint, settings.steps)
         with torch.inference_mode(), caching as cache:
             began = time.perf_counter()
@@ -165,7 +172,10 @@ class Engine:
         _check_output(final)
         seconds = {"encode": encoded - began, "denoise": denoised - encoded}
         maps = walk.recorder.evidence(self.grid(shape)) if walk.recorder is not None else None
-        return Result(final, self._trace(request, reuse, walk, done, shape, seconds), done.kept, maps)
+        trace = self._trace(request, reuse, walk, done, shape, seconds)
+        if compiled is not None:
+            trace = replace(trace, compilations=(self._compilations() or 0) - compiled)
+        return Result(final, trace, done.kept, maps)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """The token grid [T, h, w] of latents [C, T, H, W]."""
@@ -252,6 +262,9 @@ class Engine:
             backend=self._backend(),
         )
 
+    def _compilations(self) -> int | None:
+        return None if self.network.compiled is None else self.network.compiled.compilations
+
     def _reset_peak(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -279,6 +292,7 @@ class Engine:
             "device_name": torch.cuda.get_device_name(self._device) if cuda else platform.machine(),
             "dtype": str(self.model.transformer.dtype).removeprefix("torch."),
             "attention": self._attention_backend(),
+            "compiler": "none" if self.network.compiled is None else self.network.compiled.backend,
             "threads": torch.get_num_threads(),
             "fingerprint": self.fingerprint,
             **self._versions,

@@ -2,13 +2,15 @@
 SAM 2 outlines them there and follows them through the frames between.
 
 Source: Chorus (arXiv 2604.04451), SRD: key frames alone are searched, and masks are propagated inside a temporal group
-of the codec; a group's key frame is its first. Both models are transformers' own classes: they need neither torchvision
-nor operators of their own.
+of the codec; a group's key frame is its first. Both models are transformers' own classes: they need no operators of
+their own, and of the extra `segment` only what prepares GroundingDINO's pictures: without torchvision Pillow does.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from .differ import Difference, Scope
 from .errors import WeightsError
 from .regions import GROUP, complement, pool
 from .segment import EvidenceSegmenter, Segmenter, Source
+
+log = logging.getLogger(__name__)
 
 DINO, SAM2 = "grounding-dino", "sam2_video"  # `model_type` in a folder's config.json
 # Of a box's score, from 0 to 1: between the 0.25 and 0.35 that the two releases of GroundingDINO advise.
@@ -125,12 +129,10 @@ class GroundedSegmenter:
 
     def _models(self) -> tuple[Any, Any, Any]:
         if self._loaded is None:
-            from transformers import GroundingDinoForObjectDetection, GroundingDinoProcessor, Sam2VideoModel
+            from transformers import GroundingDinoForObjectDetection, Sam2VideoModel
 
             dino, sam2 = self._folders
-            processor = wan.guarded(
-                lambda: GroundingDinoProcessor.from_pretrained(dino, local_files_only=True), f"the processor in {dino}"
-            )
+            processor = wan.guarded(lambda: _processor(dino), f"the processor in {dino}")
             loaded = [_load(of, at) for of, at in ((GroundingDinoForObjectDetection, dino), (Sam2VideoModel, sam2))]
             finder, follower = (model.to(self._device).eval().requires_grad_(False) for model in loaded)
             self._loaded = finder, processor, follower
@@ -159,6 +161,16 @@ def _check(folder: Path, wanted: str) -> None:
         raise WeightsError(f"{folder} holds no model of the type {wanted}: {error}", hint=HINT) from error
     if named != wanted:
         raise WeightsError(f"{folder} holds a model of the type {named}, not {wanted}", hint=HINT)
+
+
+def _processor(folder: Path) -> Any:
+    """GroundingDINO's, which prepares pictures by torchvision where that is installed, else by Pillow."""
+    from transformers import AutoImageProcessor, AutoTokenizer, GroundingDinoProcessor
+
+    backend = "torchvision" if find_spec("torchvision") is not None else "pil"
+    log.info("GroundingDINO's pictures are prepared by %s", backend)
+    pictures = AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True)
+    return GroundingDinoProcessor(pictures, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 def _load(of: Any, folder: Path) -> Any:

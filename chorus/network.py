@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from chorus_batch.kernels.modulate import modulate
 
 from .attention import Gain, Passing, SelfAttention, Text, TextAttention, Watch
+from .block import CompiledBlock, run_block
 from .errors import RegionError, UnsupportedSettings
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Network:
         if transformer.config.added_kv_proj_dim is not None:
             raise UnsupportedSettings("image-to-video transformers aren't supported", hint="use a text-to-video model")
         self.transformer = transformer
+        self.compiled: CompiledBlock | None = None
+        """Runs the blocks where it's given, but for passes with a step cache: their hooks are in the modules' calls."""
         self._passing = Passing()
         for layer, block in enumerate(transformer.blocks):
             # A backend that was chosen before stays chosen.
@@ -46,6 +50,30 @@ class Network:
             for attention, processor in zip((block.attn1, block.attn2), ours, strict=True):
                 processor._attention_backend = attention.processor._attention_backend
                 attention.set_processor(processor)
+
+    def use_attention(self, backend: str) -> None:
+        """Attention by a backend of diffusers' dispatcher. Raises UnsupportedSettings if it can't run here."""
+        with _refused(f"attention backend {backend!r}", "leave CHORUS_ATTENTION_BACKEND out, or use native"):
+            self.transformer.set_attention_backend(backend)
+            self._try_out()
+
+    def use_compiler(self, backend: str = "inductor") -> None:
+        """Blocks as a backend of torch.compile makes them. Raises UnsupportedSettings where nothing can be compiled."""
+        hint = "install a C++ compiler (g++), for a GPU triton and gcc too, or leave CHORUS_COMPILE out"
+        self.compiled = CompiledBlock(backend)
+        with _refused("torch.compile", hint):
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """A pass over four tokens: whether what runs the blocks can run here at all."""
+        config = self.transformer.config
+        t, h, w = config.patch_size
+        device = next(self.transformer.parameters()).device
+        with torch.inference_mode():
+            latents = torch.zeros(1, config.in_channels, t, 2 * h, 2 * w, device=device, dtype=self.dtype)
+            text = self.text(torch.zeros(1, 8, config.text_dim, device=device, dtype=self.dtype))
+            times = self.times(torch.zeros(1, device=device))
+            self.velocity(latents, times, text, self.visible(latents))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,13 +86,18 @@ class Network:
         return Text(self.transformer.condition_embedder.text_embedder(features))
 
     def visible(self, latents: torch.Tensor, see: torch.Tensor | None = None) -> Visible:
-        """All tokens of latents [1, C, T, H, W], or those of `see`, bool on the token grid. Raises RegionError."""
+        """All tokens of latents [1, C, T, H, W], or those of `see`, bool on the token grid. Raises RegionError.
+
+        Where blocks are compiled, a `see` of everything isn't gathered: it would be compiled a second time.
+        """
         cos, sin = self.transformer.rope(latents)
         if see is None:
             return Visible(None, (cos, sin))
         grid = tuple(n // p for n, p in zip(latents.shape[2:], self.transformer.config.patch_size, strict=True))
         if tuple(see.shape) != grid or see.dtype != torch.bool:
             raise RegionError(f"the region is {see.dtype} {tuple(see.shape)}, the token grid is {grid}")
+        if self.compiled is not None and bool(see.all()):
+            return Visible(None, (cos, sin))
         places = see.flatten().nonzero()[:, 0].to(latents.device)
         return Visible(places, (cos[:, places], sin[:, places]))
 
@@ -91,11 +124,22 @@ class Network:
         tokens = hidden.shape[1]
         # A copy in the blocks' layout, of what they need.
         hidden = hidden.contiguous() if visible.places is None else hidden.index_select(1, visible.places)
+        compiled = (
+            self.compiled if cache is None and self.compiled is not None and self.compiled.takes(hidden) else None
+        )
         skipping = cache.passing(branch, latents) if cache is not None else nullcontext()
         with self._pass(text, gain, watch), skipping:
-            for block in model.blocks:
-                if hidden.is_cuda and cache is None:
-                    hidden = run_block(block, hidden, text.features, projected, visible.rotary)
+            for layer, block in enumerate(model.blocks):
+                if compiled is not None:
+                    key, value = block.attn2.processor.keys_and_values(block.attn2, text.features)
+                    # A tensor, for a number would be compiled in.
+                    lift = hidden.new_full((), gain.output if gain is not None else 1.0)
+                    hidden, query = compiled(block, hidden, key, value, lift, projected, visible.rotary)
+                    if watch is not None:
+                        watch(layer, query, key)
+                elif hidden.is_cuda and cache is None:
+                    read = partial(block.attn2, encoder_hidden_states=text.features)
+                    hidden = run_block(block, hidden, read, projected, visible.rotary)
                 else:
                     hidden = block(hidden, text.features, projected, visible.rotary)
         shift, scale = (model.scale_shift_table + embedded.unsqueeze(1)).chunk(2, dim=1)
@@ -132,19 +176,14 @@ class Network:
         return patches.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-def run_block(
-    block: Any,
-    hidden: torch.Tensor,
-    text: torch.Tensor,
-    projected: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """[1, N, dim] to the same, as `WanTransformerBlock.forward`; norm, scale and shift are one kernel."""
-    table = block.scale_shift_table + projected.float()
-    shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = table.chunk(6, dim=1)
-    attended = block.attn1(modulate(hidden, scale, shift, block.norm1.eps), None, None, rotary)
-    hidden = (hidden.float() + attended * gate).type_as(hidden)
-    hidden = hidden + block.attn2(block.norm2(hidden.float()).type_as(hidden), text, None, None)
-    fed = block.ffn(modulate(hidden, scale_ffn, shift_ffn, block.norm3.eps))
-    result: torch.Tensor = (hidden.float() + fed.float() * gate_ffn).type_as(hidden)
-    return result
+@contextmanager
+def _refused(what: str, hint: str) -> Iterator[None]:
+    """What can't run here is named. Running out of memory and losing the device stay what they are."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
+        # What follows the first empty line is advice to developers.
+        cause = " ".join(str(error).strip().partition("\n\n")[0].split())
+        raise UnsupportedSettings(f"{what} can't run here: {cause}", hint=hint) from error

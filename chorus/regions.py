@@ -16,6 +16,10 @@ import torch
 
 from .errors import RegionError
 
+SIZES = (
+    16  # numbers of tokens that a widened region may have: each costs a compilation, each token too much a bit of time
+)
+
 # Pixel frames per latent frame, but for the first, which stands alone: Wan's causal groups.
 GROUP = 4
 
@@ -107,6 +111,20 @@ def build(base: torch.Tensor, settings: RegionSettings) -> Regions | NoRegion:
     if _share(see) > settings.largest_share:
         return NoRegion(Reason.too_large, _share(see))
     return Regions(base, dilate(base, settings.edit_temporal, settings.edit_spatial), see)
+
+
+def widen(regions: Regions) -> Regions:
+    """The same with `see` grown to the next of SIZES even shares of the tokens, by those that are nearest to it.
+
+    What is written stays the same. What is seen beside it is what the source has there, as in the rim of every region.
+    """
+    see, total = regions.see, regions.see.numel()
+    step = -(-total // SIZES)
+    wanted = min(total, -(-int(see.sum()) // step) * step)
+    while (lacking := wanted - int(see.sum())) > 0:
+        ring = (dilate(see, 1, 1) & ~see).flatten().nonzero()[:lacking, 0]
+        see = see.flatten().index_fill(0, ring, True).reshape(see.shape)
+    return Regions(regions.base, regions.edit, see)
 
 
 def pool(mask: torch.Tensor, tokens: tuple[int, int]) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Trace:
     prompt_tokens    tokens of the prompt, before cutting it to the model's text slots
     seconds          per phase: encode, denoise, and what the caller adds (decode, mux, upload ...)
     step_seconds     per computed step
+    compilations     how often torch.compile compiled a block for this generation; None where it isn't used
     peak_memory      bytes: of the device where it can tell, else of the process
     backend          device, dtype, attention, threads and library versions
     """
@@ -58,6 +59,7 @@ class Trace:
     step_seconds: tuple[float, ...]
     peak_memory: int
     backend: Mapping[str, str | int] = field(default_factory=dict)
+    compilations: int | None = None
 
     def timed(self, **seconds: float) -> Trace:
         """The same trace with further phases timed, e.g. `trace.timed(decode=0.01, mux=0.02)`."""
@@ -76,7 +78,8 @@ class Trace:
             "step_seconds",
         )
         record = self.as_dict()
-        return {name: record[name] for name in names}
+        counted = {} if self.compilations is None else {"compilations": self.compilations}
+        return {name: record[name] for name in names} | counted
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, ready for JSON."""

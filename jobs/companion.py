@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from sqlalchemy import Engine
 
-from chorus_batch.jobs import leases
+from chorus_batch.jobs import fitness, leases
 from chorus_batch.jobs.database import transaction
-from chorus_batch.jobs.errors import DependencyDown
+from chorus_batch.jobs.errors import DependencyDown, SettingsError, WeightsRejected
 from chorus_batch.jobs.settings import Settings, child_environment
 
 GRACE = 30.0  # seconds that a worker gets to end its step and publish what it has
@@ -90,11 +90,15 @@ class _Companion(threading.Thread):
         self._engine = engine
         self._log = settings.data_dir / "log" / f"worker-{os.getpid()}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._checked = False
         self._ended = 0  # own workers that ended by themselves
         self._stopping = threading.Event()
 
     def look(self) -> None:
-        """Start a worker if there is none. Raises DependencyDown if the database can't tell."""
+        """Start a worker if there is none.
+
+        Raises DependencyDown if the database can't tell, SettingsError and WeightsRejected if none could run here.
+        """
         if self._process is not None:
             if self._process.poll() is None:
                 return
@@ -104,6 +108,9 @@ class _Companion(threading.Thread):
         with transaction(self._engine) as connection:
             alive = leases.live_workers(connection, self._settings.lease)
         if not alive:
+            if not self._checked:
+                fitness.check(self._settings, worker_environment(self._settings))
+                self._checked = True
             self._process = self._launched()
 
     def run(self) -> None:
@@ -113,6 +120,10 @@ class _Companion(threading.Thread):
                 self.look()
             except (DependencyDown, OSError) as error:
                 log.warning("can't look after the worker: %s", error)
+            except (SettingsError, WeightsRejected) as error:
+                # Another host may still have a worker that can.
+                self._ended += 1
+                print(f"no worker can be started here: {error}\n  {error.hint}", file=sys.stderr)
 
     def stop(self) -> None:
         """End the own worker in good order."""

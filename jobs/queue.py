@@ -33,22 +33,21 @@ READY_AGAIN = """(CASE (SELECT b.state FROM batches b WHERE b.id = queue.batch_i
 # `max_wait`: whatever keeps coming in above it, it moves.
 # The commit isn't waited for on disk: a claim that a crash of the server forgets is a job that is ready again, and the
 # worker that had it is stopped by its fence.
-CLAIM = text(
-    """
+_CLAIM = """
     WITH held AS MATERIALIZED (
         SELECT job_id, priority FROM queue
-        WHERE state = 'ready' AND source_job_id = ANY(CAST(:held AS bigint[]))
+        WHERE state = 'ready'{fit} AND source_job_id = ANY(CAST(:held AS bigint[]))
             AND (not_before IS NULL OR not_before <= now())
         ORDER BY priority DESC, batch_id + 0, position LIMIT 1 FOR UPDATE SKIP LOCKED
     ), head AS MATERIALIZED (
         SELECT job_id, priority, source_job_id IS NULL OR ready_since < now() - make_interval(secs => :max_wait) AS due
         FROM queue
-        WHERE state = 'ready' AND (not_before IS NULL OR not_before <= now())
+        WHERE state = 'ready'{fit} AND (not_before IS NULL OR not_before <= now())
         ORDER BY priority DESC, batch_id, position LIMIT 1 FOR UPDATE SKIP LOCKED
     ), lowest AS MATERIALIZED (
         SELECT job_id, ready_since FROM queue
-        WHERE CAST(:fair AS boolean) AND state = 'ready' AND (not_before IS NULL OR not_before <= now())
-            AND priority = (SELECT priority FROM queue WHERE state = 'ready'
+        WHERE CAST(:fair AS boolean) AND state = 'ready'{fit} AND (not_before IS NULL OR not_before <= now())
+            AND priority = (SELECT priority FROM queue WHERE state = 'ready'{fit}
                 ORDER BY priority, batch_id DESC, position DESC LIMIT 1)
         ORDER BY batch_id, position LIMIT 1 FOR UPDATE SKIP LOCKED
     ), candidates AS (
@@ -73,6 +72,18 @@ CLAIM = text(
     FROM claimed c JOIN jobs j ON j.id = c.job_id JOIN domains d ON d.id = j.domain_id
         JOIN batches b ON b.id = j.batch_id
     """
+CLAIM = text(_CLAIM.format(fit=""))
+# For a worker that can't run some models: of their batches, each of which has one model, it takes no job.
+CLAIM_FIT = text(
+    _CLAIM.format(
+        fit="""
+            AND batch_id <> ALL (ARRAY(
+                SELECT b.id FROM batches b CROSS JOIN LATERAL (
+                    SELECT j.domain_id FROM queue q JOIN jobs j ON j.id = q.job_id WHERE q.batch_id = b.id LIMIT 1
+                ) one JOIN domains d ON d.id = one.domain_id
+                WHERE d.model = ANY(CAST(:unfit AS text[]))
+            ))"""
+    )
 )
 
 _DOCUMENTS = ("seconds", "backend", "notes", "details", "scores")  # of a generation: its JSON columns
@@ -90,18 +101,22 @@ def claim(
     *,
     max_wait: float = Settings.max_wait,
     fair_share: float = FAIR_SHARE,
+    unfit: Sequence[str] = (),
 ) -> Claim | None:
     """Take the best ready job, or None: of the highest priority, the first in the plan's order.
 
     `held`: source jobs whose latents this worker has in memory; their followers go before those of other sources. But
     what has been ready for longer than `max_wait` seconds goes before what is held; and before a higher priority in
-    `fair_share` (0..1) of the claims.
+    `fair_share` (0..1) of the claims. Jobs of the models `unfit` are left to others.
     """
     # As text: a list's type on the wire depends on its numbers, and each type would be planned anew.
     sources = "{" + ",".join(map(str, held)) + "}"
     fair = random.random() < fair_share  # noqa: S311 - no secret
     values = {"worker": worker_id, "held": sources, "max_wait": max_wait, "fair": fair}
-    row = connection.execute(CLAIM, values).one_or_none()
+    if unfit:
+        row = connection.execute(CLAIM_FIT, {**values, "unfit": list(unfit)}).one_or_none()
+    else:
+        row = connection.execute(CLAIM, values).one_or_none()
     if row is None:
         return None
     return Claim(

@@ -50,6 +50,9 @@ class Settings:
     differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
     segmenter: str = "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO>,<SAM 2>
     attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
+    compile: bool = (
+        False  # the transformer's blocks by torch.compile; needs a C++ compiler, on a GPU triton and gcc too
+    )
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
     lease: float = 30.0  # a worker silent for longer has lost its jobs

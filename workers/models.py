@@ -36,6 +36,8 @@ def load_engine(card: ModelCard, settings: Settings, device: str) -> Engine:
         )
         engine = Engine(model)
     engine.use_attention(settings.attention_backend or None)
+    if settings.compile:
+        engine.use_compiler()
     return engine
 
 

@@ -63,7 +63,11 @@ class Pipeline:
             with phases.timed("claim"), statement(self._runtime.database) as connection:
                 runtime = self._runtime
                 claim = queue.claim(
-                    connection, runtime.worker_id, runtime.held.ids(), max_wait=runtime.settings.max_wait
+                    connection,
+                    runtime.worker_id,
+                    runtime.held.ids(),
+                    max_wait=runtime.settings.max_wait,
+                    unfit=tuple(runtime.unfit),
                 )
             if claim is not None:
                 self._heartbeat.holds(claim)
@@ -194,6 +198,9 @@ class Pipeline:
             result = run()
         finally:
             self._free_since = time.perf_counter()
+        if result.trace.compilations:
+            # Told aloud: each takes as long as many steps, and there should be few of them.
+            log.warning("job %s: torch.compile compiled %d new shapes", claim.job_id, result.trace.compilations)
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
         return self._finished(claim, phases, loaded, request, result, neighbour, idle, notes)
@@ -252,6 +259,8 @@ class Pipeline:
                 continue
             notes += unplanned(claim, neighbour, found)
             notes += decision.notes
+            if self._runtime.lacking and decision.reuse is not None and decision.reuse.regions is not None:
+                notes.append("the segmenter that was asked for isn't there: region from the evidence")
             return decision.reuse, neighbour if decision.reuse is not None else None
         if evicted:
             notes[-1] += ": computed in full"

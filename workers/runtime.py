@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy
 
-from chorus_batch.jobs import registry
+from chorus_batch.jobs import fitness, registry
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.checksums import combine
 from chorus_batch.jobs.claims import DomainRecord
@@ -112,7 +112,11 @@ class Runtime:
         self.search = NeighbourSearch(settings.exact_search_rows)
         self.held = HeldSources()
         self.heartbeat: Heartbeat | None = None
+        self.unfit: Mapping[str, str] = {}  # models whose jobs aren't claimed, and why
+        self.lacking = ""  # why regions come from the evidence, where another segmenter was asked for
         self._models: dict[str, LoadedModel] = {}
+        self._segmenter: Segmenter | None = None
+        self._making = threading.Lock()
 
     @property
     def worker_id(self) -> str:
@@ -123,9 +127,15 @@ class Runtime:
     def start(self) -> None:
         """Enter the list of workers. May be called again."""
         if self.heartbeat is None:
+            self.unfit = fitness.unfit_models(self.settings)
+            for name, why in self.unfit.items():
+                log.warning("jobs of the model %s aren't claimed: %s", name, why)
             self.store.ensure_bucket()
             heartbeat = Heartbeat(
-                self.database, slot=self._slot, device=self._device(), interval=self.settings.heartbeat_interval
+                self.database,
+                slot=self._slot,
+                device=chosen_device(self.settings),
+                interval=self.settings.heartbeat_interval,
             )
             heartbeat.enter()
             self.heartbeat = heartbeat
@@ -143,6 +153,8 @@ class Runtime:
             import chorus_batch.workers.pipeline  # noqa: F401
             from chorus_batch.chorus.tiny import model  # noqa: F401
 
+            self.segmenter()
+
         threading.Thread(target=load, name="preload", daemon=True).start()
 
     def model(self, domain: DomainRecord) -> LoadedModel:
@@ -154,6 +166,17 @@ class Runtime:
         if loaded is None or loaded.engine.fingerprint != domain.fingerprint:
             loaded = self._models[domain.model] = self._load(domain)
         return loaded
+
+    def segmenter(self) -> Segmenter:
+        """What finds regions, one for all models. Told once where it is the evidence in place of what was asked for."""
+        with self._making:
+            if self._segmenter is None:
+                self._segmenter, self.lacking = segmenter_or_evidence(
+                    self.settings.segmenter, chosen_device(self.settings)
+                )
+                if self.lacking:
+                    log.warning("%s", self.lacking)
+            return self._segmenter
 
     def _load(self, domain: DomainRecord) -> LoadedModel:
         from chorus_batch.chorus.policy import Policy
@@ -170,21 +193,23 @@ class Runtime:
         if card.weights is not None:
             # A device seldom has room for two.
             self._models.clear()
-        device = self._device()
+        device = chosen_device(self.settings)
         engine = load_engine(card, self.settings, device)
         texts = load_texts(card, engine, self.store, device)
         quick = lexical_differ(card)
         differ = make_differ(self.settings, quick, device)
-        segmenter = make_segmenter(self.settings.segmenter, device)
+        segmenter = self.segmenter()
         policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
         return LoadedModel(engine, policies, Decoder(engine, card, device), texts)
 
-    def _device(self) -> str:
-        if self.settings.device != "auto":
-            return self.settings.device
-        import torch
 
-        return "cuda" if torch.cuda.is_available() else "cpu"
+def chosen_device(settings: Settings) -> str:
+    """The device that the settings name, as torch calls it."""
+    if settings.device != "auto":
+        return settings.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lexical_differ(card: ModelCard) -> Differ:
@@ -211,16 +236,25 @@ def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
     return LlmDiffer(model, lexical, AnswerFile(settings.data_dir / "answers.jsonl", fingerprint))
 
 
-def make_segmenter(name: str, device: str) -> Segmenter:
-    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError."""
+def segmenter_or_evidence(name: str, device: str) -> tuple[Segmenter, str]:
+    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER.
+
+    Where its libraries or folders aren't there it is the evidence's too, and why: a region found less well is better
+    than a job that fails.
+    """
+    from chorus_batch.chorus.errors import WeightsError
+    from chorus_batch.chorus.segment import EvidenceSegmenter
+
     if name == "evidence":
-        from chorus_batch.chorus.segment import EvidenceSegmenter
+        return EvidenceSegmenter(), ""
+    try:
+        from chorus_batch.chorus.grounded import GroundedSegmenter
 
-        return EvidenceSegmenter()
-    from chorus_batch.chorus.grounded import GroundedSegmenter
-
-    dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
-    return GroundedSegmenter(dino, sam2, device)
+        dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
+        return GroundedSegmenter(dino, sam2, device), ""
+    except (ImportError, WeightsError) as error:
+        hint = error.hint if isinstance(error, WeightsError) else "install the extra: chorus-batch[segment]"
+        return EvidenceSegmenter(), f"no segmenter, regions come from the evidence: {error} ({hint})"
 
 
 def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter) -> ReusePolicy:

@@ -22,13 +22,15 @@ def worker() -> None:
 def start(ctx: click.Context, device: str | None, gpus: str | None, name: str) -> None:
     """Run a worker in the foreground until it is told to stop. SIGTERM ends it at the next denoising step.
 
+    It refuses to start where the configured model, differ, attention backend or compiler can't be used here.
     With --gpus one for each GPU, each seeing that one alone; one that ends by itself is started again.
     """
     from dataclasses import replace
 
+    from chorus_batch.jobs import fitness
     from chorus_batch.jobs.companion import worker_command, worker_environment
     from chorus_batch.jobs.errors import UsageError
-    from chorus_batch.jobs.fleet import Fleet, parse
+    from chorus_batch.jobs.fleet import Fleet, environment_of, parse
     from chorus_batch.jobs.settings import visible_gpus
 
     if device and gpus:
@@ -39,13 +41,15 @@ def start(ctx: click.Context, device: str | None, gpus: str | None, name: str) -
     session.database.dispose()
     settings = replace(session.settings, device=device) if device else session.settings
     level = "info" if ctx.obj["verbose"] else "warning"
+    environ = worker_environment(settings)
+    fitness.check(settings, environment_of(indices[0], environ) if indices else environ)
     if indices:
         commands = {index: worker_command(name=f"{name}-{index}", log_level=level) for index in indices}
-        Fleet(commands, worker_environment(settings)).run()
+        Fleet(commands, environ).run()
         return
     command = worker_command(name=name, log_level=level)
     # Replaced, not spawned: signals then reach Celery itself.
-    os.execve(command[0], command, worker_environment(settings))
+    os.execve(command[0], command, environ)
 
 
 @worker.command("list")

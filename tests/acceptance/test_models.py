@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from chorus_batch.jobs.settings import load_settings
 from chorus_batch.jobs.storage import ObjectStore
 
-from .conftest import SCRIPT, Cli
+from .conftest import SCRIPT, Cli, run_script
 
 PROMPTS = ("a red fox moves left over a gray background", "a red fox moves right over a gray background")
 SIZE = ("--set", "width=48", "--set", "height=32", "--set", "frames=9")
@@ -76,3 +77,26 @@ def test_a_model_is_added_run_and_verified(
     wrong = production("model", "verify", "tiny-wan")
     assert wrong.code == 3
     assert "transformer/diffusion_pytorch_model.safetensors" in wrong.err and "fetch them again" in wrong.err
+
+
+def test_a_worker_that_could_only_fail_jobs_doesnt_start(wan_folder: Path, tmp_path: Path, production: Cli) -> None:
+    folder = shutil.copytree(wan_folder, tmp_path / "wan")
+    assert production("model", "add", "tiny-wan", folder, "--dtype", "fp32").code == 0
+    (folder / "vae" / "config.json").unlink()
+    for code, told, settings in (
+        (3, "vae/config.json is missing", {"model": "tiny-wan"}),
+        (2, "there is no model named 'tiny-van'", {"model": "tiny-van"}),
+        (2, "gone holds no language model", {"differ": f"llm:{tmp_path}/gone"}),
+        (2, "attention backend '_flash_3' can't run here", {"attention_backend": "_flash_3", "device": "cpu"}),
+    ):
+        refused = run_script("worker", "start", **environment(), **settings)
+        assert (refused.code, told in refused.err) == (code, True), refused.err
+        # The next step stands below.
+        assert len(refused.err.splitlines()) >= 2
+    assert production("worker", "list", "-q").out == ""
+
+
+def environment() -> dict[str, str]:
+    """This process's own settings, as `run_script` takes them."""
+    prefix = "CHORUS_"
+    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,3 +84,27 @@ def test_a_batchs_texts_are_encoded_together_and_once(wan: Bench, hire: Hire, en
     hire(model=wan.settings.model, models_dir=wan.settings.models_dir).work()
     assert (len(encoded), wan.latents(third)) == (1, wan.latents(batch))
     assert lost in wan.keys("texts/")
+
+
+def test_jobs_of_a_model_that_isnt_here_are_left_alone(
+    wan: Bench, hire: Hire, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = wan.settings.models_folder / "tiny.json"
+    theirs = wan.submit(parameters=SIZE)
+    table = json.loads(card.read_text())
+    folder, table["weights"]["folder"] = table["weights"]["folder"], str(tmp_path / "gone")
+    card.write_text(json.dumps(table))
+    wan.settings = replace(wan.settings, model="builtin")
+    mine = wan.submit()
+    worker = hire(models_dir=wan.settings.models_dir)
+    worker.work()
+    wan.check_done(mine)
+    assert {job.state for job in wan.jobs(theirs)} == {"ready", "waiting"}
+    assert [wan.attempts(job.id) for job in wan.jobs(theirs)] == [[]] * 4
+    told = [each for each in caplog.messages if "aren't claimed" in each]
+    assert told == [f"jobs of the model tiny aren't claimed: there is no folder {tmp_path / 'gone'}"]
+    # Where it is, they are done.
+    table["weights"]["folder"] = folder
+    card.write_text(json.dumps(table))
+    hire(models_dir=wan.settings.models_dir).work()
+    wan.check_done(theirs)

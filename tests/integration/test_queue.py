@@ -39,6 +39,24 @@ def test_claims_in_order_of_priority_then_batch_then_position(writer: Writer, da
     assert claim(database, worker) is None
 
 
+@pytest.mark.parametrize("fair_share", [0.0, 1.0])
+def test_jobs_of_an_unfit_model_are_left_to_others(writer: Writer, database: Engine, fair_share: float) -> None:
+    theirs = writer.batch([Part(priority=9, domain="other"), Part(domain="other")], "theirs")
+    mine = writer.batch([Part(), Part(priority=-1)], "mine")
+    with transaction(database) as connection:
+        connection.execute(text("UPDATE domains SET model = 'wan14' WHERE key = 'other'"))
+
+    def taken(*unfit: str) -> list[int]:
+        with transaction(database) as connection:
+            claims = [queue.claim(connection, worker, fair_share=fair_share, unfit=unfit) for _ in range(3)]
+        return [each.job_id for each in claims if each is not None]
+
+    worker = writer.worker("w")
+    assert taken("wan1", "wan14") == mine
+    assert [writer.state(job) for job in theirs] == ["ready"] * 2
+    assert taken("wan1") == theirs
+
+
 def test_followers_wait_and_are_freed_by_their_source(writer: Writer, database: Engine) -> None:
     source, follower, other = writer.batch([Part(), Part(source=0), Part()])
     worker = writer.worker("w")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_a_region_lies_on_the_token_grid_and_comes_again(grounded_folders: Folde
     assert (tuple(first.shape), first.dtype) == (GRID, torch.bool)
     assert 0 < int(first.sum()) < first.numel()
     assert torch.equal(first, second)
+
+
+def test_pictures_are_prepared_by_what_the_extra_installs_or_by_pillow(grounded_folders: Folders) -> None:
+    config = json.loads((grounded_folders[0] / "processor_config.json").read_text())
+    assert config["image_processor"]["image_processor_type"] == "GroundingDinoImageProcessor"  # as in the released ones
+    _, processor, _ = GroundedSegmenter(*grounded_folders)._models()
+    wanted = "GroundingDinoImageProcessor" if find_spec("torchvision") else "GroundingDinoImageProcessorPil"
+    assert type(processor.image_processor).__name__ == wanted
 
 
 def test_another_video_has_another_region(segmenter: GroundedSegmenter) -> None:

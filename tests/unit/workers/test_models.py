@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,10 +121,25 @@ def test_the_settings_name_the_segmenter(
     other = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino}, {sam2}"))
     assert isinstance(other.model(domain(card)).policies["chorus"].segmenter, GroundedSegmenter)
     other.database.dispose()
-    lost = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino},{sam2}/gone"))
-    with pytest.raises(WeightsError, match="gone holds no model of the type sam2_video"):
-        lost.model(domain(card))
-    lost.database.dispose()
+
+
+@pytest.mark.parametrize("lost", ["folder", "library"])
+def test_without_its_segmenter_a_worker_says_so_once_and_uses_the_evidence(
+    runtime: Runtime, card: ModelCard, grounded_folders: tuple[Path, Path], lost: str,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    dino, sam2 = grounded_folders
+    gone = "/gone" if lost == "folder" else ""
+    without = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino},{sam2}{gone}"))
+    if lost == "library":
+        monkeypatch.setitem(sys.modules, "chorus_batch.chorus.grounded", None)
+    for found in (card, load_card("builtin")):
+        assert isinstance(without.model(domain(found)).policies["chorus"].segmenter, EvidenceSegmenter)
+    (told,) = [each for each in caplog.messages if "regions come from the evidence" in each]
+    assert told == without.lacking
+    wanted = "gone holds no model of the type sam2_video" if lost == "folder" else "chorus-batch[segment]"
+    assert wanted in told
+    without.database.dispose()
 
 
 def test_the_settings_name_the_differ(runtime: Runtime, card: ModelCard, tmp_path: Path) -> None:
