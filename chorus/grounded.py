@@ -165,12 +165,14 @@ def _check(folder: Path, wanted: str) -> None:
 
 def _processor(folder: Path) -> Any:
     """GroundingDINO's, which prepares pictures by torchvision where that is installed, else by Pillow."""
-    from transformers import AutoImageProcessor, AutoTokenizer, GroundingDinoProcessor
+    import transformers
 
+    library: Any = transformers  # carries no types
     backend = "torchvision" if find_spec("torchvision") is not None else "pil"
     log.info("GroundingDINO's pictures are prepared by %s", backend)
-    pictures = AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True)
-    return GroundingDinoProcessor(pictures, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    pictures = library.AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True)
+    tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return library.GroundingDinoProcessor(pictures, tokenizer)
 
 
 def _load(of: Any, folder: Path) -> Any:

@@ -108,6 +108,7 @@ def test_compiled_blocks_compute_the_same_and_are_counted(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own, where inductor is imported
 def test_inductors_blocks_compute_the_same(engine: Engine) -> None:
     latents = torch.randn(1, 16, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     network = engine.network
