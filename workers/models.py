@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.jobs import memory, registry, weights
 from chorus_batch.jobs.cards.card import ModelCard
+from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore
 
@@ -62,6 +64,38 @@ def load_texts(card: ModelCard, engine: Engine, store: ObjectStore, device: str)
     texts = Texts(model, store, encoder)
     engine.use_features(texts.features)
     return texts
+
+
+def generation_settings(domain: DomainRecord, fps: int) -> GenerationSettings:
+    """The settings of a domain's jobs, as the engine takes them."""
+    return GenerationSettings(
+        width=domain.width,
+        height=domain.height,
+        frames=domain.frames,
+        fps=fps,
+        steps=domain.steps,
+        guidance_scale=domain.guidance_scale,
+        shift=domain.shift,
+        scheduler=domain.scheduler,
+        step_cache=domain.step_cache,
+    )
+
+
+def token_grid(card: ModelCard, domain: DomainRecord) -> tuple[int, int, int] | None:
+    """The token grid [T, h, w] of a domain's videos, without its model; None if the card doesn't tell.
+
+    The same as `Engine.grid`.
+    """
+    if card.weights is None:
+        from chorus_batch.chorus.tiny.codec import PATCH
+
+        spatial, patch = PATCH, (1, 2, 2)
+    elif card.anatomy is not None:
+        spatial, patch = memory.SPATIAL, card.anatomy.patch
+    else:
+        return None
+    latents = (domain.frames - 1) // memory.TEMPORAL + 1
+    return latents // patch[0], domain.height // spatial // patch[1], domain.width // spatial // patch[2]
 
 
 def _turns(card: ModelCard, device: str) -> bool:

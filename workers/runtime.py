@@ -156,7 +156,6 @@ class Runtime:
         return loaded
 
     def _load(self, domain: DomainRecord) -> LoadedModel:
-        from chorus_batch.chorus.policy import Policy
         from chorus_batch.workers.decoder import Decoder
         from chorus_batch.workers.models import load_engine, load_texts
 
@@ -173,11 +172,17 @@ class Runtime:
         device = self._device()
         engine = load_engine(card, self.settings, device)
         texts = load_texts(card, engine, self.store, device)
+        return LoadedModel(engine, self.policies(card), Decoder(engine, card, device), texts)
+
+    def policies(self, card: ModelCard) -> dict[str, ReusePolicy]:
+        """How a model's latents are reused, by policy; nothing is loaded yet. Raises WeightsError."""
+        from chorus_batch.chorus.policy import Policy
+
+        device = self._device()
         quick = lexical_differ(card)
         differ = make_differ(self.settings, quick, device)
-        segmenter = make_segmenter(self.settings.segmenter, device)
-        policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
-        return LoadedModel(engine, policies, Decoder(engine, card, device), texts)
+        segmenter = make_segmenter(self.settings, device, self.store)
+        return {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
 
     def _device(self) -> str:
         if self.settings.device != "auto":
@@ -211,16 +216,27 @@ def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
     return LlmDiffer(model, lexical, AnswerFile(settings.data_dir / "answers.jsonl", fingerprint))
 
 
-def make_segmenter(name: str, device: str) -> Segmenter:
-    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError."""
-    if name == "evidence":
+def make_segmenter(settings: Settings, device: str, store: ObjectStore) -> Segmenter:
+    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError.
+
+    What models find is kept in the object store, by the checksums of their files; the evidence is read in no time.
+    """
+    folders = settings.segmenter_folders
+    if not folders:
         from chorus_batch.chorus.segment import EvidenceSegmenter
 
         return EvidenceSegmenter()
-    from chorus_batch.chorus.grounded import GroundedSegmenter
+    from chorus_batch.chorus.grounded import VERSION, GroundedSegmenter
+    from chorus_batch.workers.masks import StoredMasks
 
-    dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
-    return GroundedSegmenter(dino, sam2, device)
+    segmenter = GroundedSegmenter(*folders, device)
+    files = {
+        f"{number}/{path.name}": path
+        for number, folder in enumerate(folders)
+        for path in folder.iterdir()
+        if path.is_file()
+    }
+    return StoredMasks(segmenter, store, combine({**registry.memory(settings).of(files), "": VERSION}))
 
 
 def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter) -> ReusePolicy:
