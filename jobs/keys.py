@@ -15,6 +15,13 @@ Identifier = int | str | UUID
 # What the keys of each sort of object begin with.
 BATCHES, ENTRIES, TEXTS, MASKS, PROBES = "batches/", "cache/", "texts/", "masks/", "probe/"
 
+# How keys are read again: see `writer_of`, `text_of` and `entry_of`.
+_WRITER = re.compile(
+    rf"{BATCHES}\d+/jobs/(\d+)/attempts/(\d+)/\w+\.\w+|{ENTRIES}[0-9a-f]{{2}}/[0-9a-f]{{64}}/(\d+)-(\d+)\.safetensors"
+)
+_TEXT = re.compile(rf"{TEXTS}[0-9a-f]{{2}}/[0-9a-f]{{64}}/([0-9a-f]{{64}})\.safetensors")
+_MASK = re.compile(rf"{MASKS}[0-9a-f]{{2}}/([0-9a-f]{{64}})/[0-9a-f]{{64}}\.safetensors")
+
 _PART = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _DOMAIN = re.compile(r"[0-9a-f]{64}")
 
@@ -56,6 +63,27 @@ def mask_key(entry: str, asked: str) -> str:
     if not _DOMAIN.fullmatch(entry):
         raise ValueError(f"not a sha256 in lower-case hex: {entry!r}")
     return f"{MASKS}{entry[:2]}/{entry}/{hashlib.sha256(asked.encode()).hexdigest()}.safetensors"
+
+
+def writer_of(key: str) -> tuple[int, int] | None:
+    """The job and the attempt that wrote a video, latents, a checkpoint or an entry; None for any other key."""
+    found = _WRITER.fullmatch(key)
+    if found is None:
+        return None
+    job, attempt = (part for part in found.groups() if part is not None)
+    return int(job), int(attempt)
+
+
+def text_of(key: str) -> str | None:
+    """The sha256 (hex) of the text whose features lie there; None for any other key."""
+    found = _TEXT.fullmatch(key)
+    return None if found is None else found[1]
+
+
+def entry_of(key: str) -> str | None:
+    """The sha256 (hex) of the entry whose mask lies there; None for any other key."""
+    found = _MASK.fullmatch(key)
+    return None if found is None else found[1]
 
 
 def batch_prefix(batch_id: Identifier) -> str:

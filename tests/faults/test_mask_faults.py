@@ -23,6 +23,7 @@ from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.dispatch import MAKE_MASKS, MASK_QUEUE, nudge_for_masks
 from chorus_batch.jobs.models import CacheMode
 from chorus_batch.jobs.registry import Asked
+from chorus_batch.jobs.settings import Settings
 from chorus_batch.workers import publisher
 from chorus_batch.workers.mask_maker import MaskMaker
 from chorus_batch.workers.models import generation_settings, token_grid
@@ -146,8 +147,8 @@ def test_the_grid_is_the_engines(wan: Bench, hire: Hire) -> None:
 
 
 def test_a_source_rings_for_its_followers_masks_once(wan: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
-    rung = []
-    monkeypatch.setattr(publisher, "nudge_for_masks", lambda settings: rung.append(settings))
+    rung: list[Settings] = []
+    monkeypatch.setattr(publisher, "nudge_for_masks", rung.append)
     batch = asked(wan, (SOURCE, *FOLLOWERS))
     hire().work()
     wan.check_done(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def test_a_segmenter_without_models_needs_no_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHORUS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process' own stay as they are
     with pytest.raises(SystemExit) as caught:
         main(["worker", "start", "--queue", "masks"])
     assert caught.value.code == 2
