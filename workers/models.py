@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.jobs import memory, registry, weights
+from chorus_batch.jobs.auxiliary import auxiliaries
 from chorus_batch.jobs.cards.card import ModelCard
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.settings import Settings
@@ -33,9 +34,8 @@ def load_engine(card: ModelCard, settings: Settings, device: str) -> Engine:
         located = weights.locate(card.weights, settings.models_folder)
         fingerprint = registry.check(card, registry.memory(settings).of(weights.files_of(located)))
         source = WanSource(located.folder, fingerprint, located.checkpoint, located.lora, card.weights.lora_strength)
-        model = WanModel(
-            card.name, source, device, card.dtype, card.max_prompt_tokens, text_later=True, turns=_turns(card, device)
-        )
+        turns = _turns(card, device, settings)
+        model = WanModel(card.name, source, device, card.dtype, card.max_prompt_tokens, text_later=True, turns=turns)
         engine = Engine(model)
     engine.use_attention(settings.attention_backend or None)
     return engine
@@ -98,12 +98,13 @@ def token_grid(card: ModelCard, domain: DomainRecord) -> tuple[int, int, int] | 
     return latents // patch[0], domain.height // spatial // patch[1], domain.width // spatial // patch[2]
 
 
-def _turns(card: ModelCard, device: str) -> bool:
+def _turns(card: ModelCard, device: str, settings: Settings) -> bool:
     """Whether transformer and text encoder must take turns on the device, for videos of the card's own size."""
     if card.anatomy is None or not device.startswith("cuda"):
         return False
     import torch
 
-    found = memory.arrangements(card.anatomy, memory.Task.of(card.defaults, card.max_prompt_tokens), card.dtype)
+    task = memory.Task.of(card.defaults, card.max_prompt_tokens)
+    found = memory.arrangements(card.anatomy, task, card.dtype, auxiliaries(settings))
     total = torch.cuda.mem_get_info(device)[1]
     return memory.choose(found, total) in (memory.Verdict.offload, memory.Verdict.too_large)

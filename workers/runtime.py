@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy
 
 from chorus_batch.jobs import registry
+from chorus_batch.jobs.auxiliary import auxiliaries
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.checksums import combine
 from chorus_batch.jobs.claims import DomainRecord
@@ -172,7 +173,8 @@ class Runtime:
         device = self._device()
         engine = load_engine(card, self.settings, device)
         texts = load_texts(card, engine, self.store, device)
-        return LoadedModel(engine, self.policies(card), Decoder(engine, card, device), texts)
+        decoder = Decoder(engine, card, device, auxiliaries(self.settings))
+        return LoadedModel(engine, self.policies(card), decoder, texts)
 
     def policies(self, card: ModelCard) -> dict[str, ReusePolicy]:
         """How a model's latents are reused, by policy; nothing is loaded yet. Raises WeightsError."""

@@ -22,6 +22,7 @@ from chorus_batch.jobs.companion import worker_command, worker_environment
 from chorus_batch.jobs.database import transaction
 from chorus_batch.jobs.dispatch import MAKE_MASKS, MASK_QUEUE, nudge_for_masks
 from chorus_batch.jobs.models import CacheMode
+from chorus_batch.jobs.outlook import Terms, of_batch
 from chorus_batch.jobs.registry import Asked
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.workers import publisher
@@ -144,6 +145,13 @@ def test_the_grid_is_the_engines(wan: Bench, hire: Hire) -> None:
         card = load_card(domain.model, settings.models_folder)
         assert token_grid(card, domain) == engine.grid(shape)
         assert card.weights is None or token_grid(replace(card, anatomy=None), domain) is None
+
+
+def test_an_estimate_tells_the_segmenters_room(wan: Bench) -> None:
+    batch = asked(wan, (SOURCE,))
+    for settings, told in ((wan.settings, True), (replace(wan.settings, segmenter="evidence"), False)):
+        (line,) = of_batch(settings, wan.engine, batch, Terms()).memory
+        assert ("; of it the segmenter" in line) is told
 
 
 def test_a_source_rings_for_its_followers_masks_once(wan: Bench, hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
