@@ -84,6 +84,12 @@ class CorruptFeatures(EngineError):
     code = "corrupt_features"
 
 
+class CorruptMask(EngineError):
+    """A stored mask is truncated, altered, or answers another question."""
+
+    code = "corrupt_mask"
+
+
 class NoOffsets(EngineError):
     """The tokenizer doesn't say which characters a token stands for, so no word can be found among the tokens."""
 

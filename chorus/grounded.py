@@ -35,6 +35,8 @@ AT_ONCE = 4  # key frames that GroundingDINO sees in one pass
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # How SAM 2's prompt encoder knows the two corners of a box from clicks.
 CORNERS = (2, 3)
+# What a region depends on beside the weights: to be raised with whatever changes how they are used.
+VERSION = f"grounded/1 {THRESHOLD} {MOST}"
 HINT = "name two folders that transformers can load: CHORUS_SEGMENTER=grounded:<GroundingDINO>,<SAM 2 for video>"
 
 
@@ -65,7 +67,7 @@ class GroundedSegmenter:
         In a group in whose key frame nothing is found it's what the nearest group with a find has: an object seldom
         leaves for a moment, and a hole in the region would leave the old one in the picture.
         """
-        if difference.scope is Scope.everything or not difference.source_spans:
+        if not has_place(difference):
             return None
         video = source.video() if source.video is not None else None
         if video is None:
@@ -137,6 +139,11 @@ class GroundedSegmenter:
             finder, follower = (model.to(self._device).eval().requires_grad_(False) for model in loaded)
             self._loaded = finder, processor, follower
         return self._loaded
+
+
+def has_place(difference: Difference) -> bool:
+    """Whether there is anything to look for: else there's no region, whatever the video shows."""
+    return difference.scope is not Scope.everything and bool(difference.source_spans)
 
 
 def phrases(prompt: str, difference: Difference) -> str:

@@ -123,6 +123,14 @@ class ReusePolicy:
         reuse = Reuse(entry, domain_key, m, k1, k2, candidate.latents, regions, tokens, gains, difference)
         return Decision(reuse, tuple(notes))
 
+    def sought(self, source: str, prompt: str, m: float, settings: GenerationSettings) -> Difference | None:
+        """The difference whose region `decide` will ask for at similarity `m`; None if it will ask for none."""
+        if self.policy is not Policy.chorus:
+            return None
+        difference = self.differ.compare(source, prompt)
+        k1, k2 = self._boundaries(m, settings, difference)
+        return difference if 0 < k1 < k2 else None
+
     def _boundaries(self, m: float, settings: GenerationSettings, difference: Difference | None) -> tuple[int, int]:
         """F of the kind; where several kinds differ, what all of them bear, and several together.
 

@@ -27,12 +27,14 @@ class Video:
 class Source:
     """What a segmenter may look at: the source's prompt; its evidence, where it was recorded; its video, when asked.
 
-    `video` fetches and decodes, so it's called by who needs it only; None where the video is lost.
+    `video` fetches and decodes, so it's called by who needs it only; None where the video is lost. `entry` names the
+    source's entry, for who keeps what was found: the sha256 (hex) of its object.
     """
 
     prompt: str
     evidence: Evidence | None
     video: Callable[[], Video | None] | None = None
+    entry: str = ""
 
 
 class Segmenter(Protocol):

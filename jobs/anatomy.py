@@ -54,9 +54,13 @@ def triple(values: Iterable[int]) -> tuple[int, int, int]:
 
 def _parameters(files: Mapping[str, Path], parts: tuple[str, ...]) -> int:
     """Values in all tensors of the .safetensors files whose names begin so: their headers tell."""
-    count = 0
-    for name, path in files.items():
-        if name.startswith(parts) and (path.suffix == ".safetensors" or name.startswith("checkpoint/")):
-            _, tensors = weights.read_header(path)
-            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
-    return count
+    return count_values(
+        path
+        for name, path in files.items()
+        if name.startswith(parts) and (path.suffix == ".safetensors" or name.startswith("checkpoint/"))
+    )
+
+
+def count_values(files: Iterable[Path]) -> int:
+    """Values in all tensors of .safetensors files: their headers tell. Raises OSError and ValueError."""
+    return sum(math.prod(tensor["shape"]) for path in files for tensor in weights.read_header(path)[1])

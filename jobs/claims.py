@@ -65,7 +65,9 @@ class GenerationRecord:
     prompt's] for what differs, `tokens` (the differential ones' text slots), `gains` ([of the keys, of the output] for
     each computed step), `visible` (the share of the tokens that each computed step computed), `regions` (sha256 of the
     masks), `device_idle` (seconds between the denoising of the worker's last job and of this one, if there was work all
-    the while), `compilations` (how often torch.compile compiled something for it), and whatever else the engine counts.
+    the while), `compilations` (how often torch.compile compiled something for it), `mask` (whether a segmenter's region
+    came from the `store`, was `made`, or was in the worker's `memory`; the seconds are those of the phase `mask`), and
+    whatever else the engine counts.
     """
 
     cache_result: CacheResult

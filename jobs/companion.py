@@ -15,6 +15,7 @@ from sqlalchemy import Engine
 
 from chorus_batch.jobs import fitness, leases
 from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.dispatch import QUEUE
 from chorus_batch.jobs.errors import DependencyDown, SettingsError, WeightsRejected
 from chorus_batch.jobs.settings import Settings, child_environment
 
@@ -24,7 +25,7 @@ LONGEST_PAUSE = 60.0  # seconds between looks after the own worker
 log = logging.getLogger(__name__)
 
 
-def worker_command(*, name: str, log_level: str = "info") -> list[str]:
+def worker_command(*, name: str, log_level: str = "info", queue: str = QUEUE) -> list[str]:
     """The command line of one worker: a Celery parent and one spawned process that holds the device."""
     return [
         sys.executable,
@@ -38,6 +39,8 @@ def worker_command(*, name: str, log_level: str = "info") -> list[str]:
         "prefork",
         "--pool-start-method",
         "spawn",
+        "--queues",
+        queue,
         "--concurrency",
         "1",
         "--without-gossip",

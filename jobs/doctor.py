@@ -109,6 +109,7 @@ def _model(settings: Settings) -> Finding:
 def _memory(settings: Settings) -> Finding:
     """Whether the model, at its card's own size, has room on each GPU here."""
     from chorus_batch.jobs import memory
+    from chorus_batch.jobs.auxiliary import auxiliaries
     from chorus_batch.jobs.cards.card import load_card
 
     card, devices = load_card(settings.model, settings.models_folder), gpus(visible_gpus())
@@ -117,15 +118,17 @@ def _memory(settings: Settings) -> Finding:
             "added before sizes were counted" if card.weights else "fits any device"
         ))  # fmt: skip
     task = memory.Task.of(card.defaults, card.max_prompt_tokens)
-    found = memory.arrangements(card.anatomy, task, card.dtype)
+    others = auxiliaries(settings)
+    found = memory.arrangements(card.anatomy, task, card.dtype, others)
+    line = memory.tell(found) + memory.tell_others(others)
     if not devices:
-        return Finding("memory", None, f"no GPU is visible; {card.name} {memory.tell(found)}")
+        return Finding("memory", None, f"no GPU is visible; {card.name} {line}")
     verdicts = [(gpu, memory.choose(found, gpu.memory)) for gpu in devices]
     told = "; ".join(f"{verdict} on GPU {gpu.index} ({gpu.name})" for gpu, verdict in verdicts)
     return Finding(
         "memory",
         any(verdict is not memory.Verdict.too_large for _, verdict in verdicts),
-        f"{card.name} {memory.tell(found)}: {told}",
+        f"{card.name} {line}: {told}",
         "use a GPU with more memory, or ask for smaller or shorter videos",
     )
 

@@ -12,6 +12,16 @@ from uuid import UUID
 
 Identifier = int | str | UUID
 
+# What the keys of each sort of object begin with.
+BATCHES, ENTRIES, TEXTS, MASKS, PROBES = "batches/", "cache/", "texts/", "masks/", "probe/"
+
+# How keys are read again: see `writer_of`, `text_of` and `entry_of`.
+_WRITER = re.compile(
+    rf"{BATCHES}\d+/jobs/(\d+)/attempts/(\d+)/\w+\.\w+|{ENTRIES}[0-9a-f]{{2}}/[0-9a-f]{{64}}/(\d+)-(\d+)\.safetensors"
+)
+_TEXT = re.compile(rf"{TEXTS}[0-9a-f]{{2}}/[0-9a-f]{{64}}/([0-9a-f]{{64}})\.safetensors")
+_MASK = re.compile(rf"{MASKS}[0-9a-f]{{2}}/([0-9a-f]{{64}})/[0-9a-f]{{64}}\.safetensors")
+
 _PART = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _DOMAIN = re.compile(r"[0-9a-f]{64}")
 
@@ -35,19 +45,50 @@ def entry_key(domain_key: str, job_id: Identifier, attempt: int) -> str:
     """The key of the cache entry that a job left; `domain_key` is the sha256, in hex, of what entries must share."""
     if not _DOMAIN.fullmatch(domain_key):
         raise ValueError(f"not a sha256 in lower-case hex: {domain_key!r}")
-    return f"cache/{domain_key[:2]}/{domain_key}/{_part(job_id)}-{_part(attempt)}.safetensors"
+    return f"{ENTRIES}{domain_key[:2]}/{domain_key}/{_part(job_id)}-{_part(attempt)}.safetensors"
 
 
 def text_key(encoder: str, text: str) -> str:
     """The key of a cleaned text's features; `encoder` is the sha256, in hex, of all that they depend on beside it."""
     if not _DOMAIN.fullmatch(encoder):
         raise ValueError(f"not a sha256 in lower-case hex: {encoder!r}")
-    return f"texts/{encoder[:2]}/{encoder}/{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+    return f"{TEXTS}{encoder[:2]}/{encoder}/{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+
+
+def mask_key(entry: str, asked: str) -> str:
+    """The key of a region in an entry's video. `entry` is the sha256, in hex, of its object; `asked` the question.
+
+    The entry stands first: its masks go with it.
+    """
+    if not _DOMAIN.fullmatch(entry):
+        raise ValueError(f"not a sha256 in lower-case hex: {entry!r}")
+    return f"{MASKS}{entry[:2]}/{entry}/{hashlib.sha256(asked.encode()).hexdigest()}.safetensors"
+
+
+def writer_of(key: str) -> tuple[int, int] | None:
+    """The job and the attempt that wrote a video, latents, a checkpoint or an entry; None for any other key."""
+    found = _WRITER.fullmatch(key)
+    if found is None:
+        return None
+    job, attempt = (part for part in found.groups() if part is not None)
+    return int(job), int(attempt)
+
+
+def text_of(key: str) -> str | None:
+    """The sha256 (hex) of the text whose features lie there; None for any other key."""
+    found = _TEXT.fullmatch(key)
+    return None if found is None else found[1]
+
+
+def entry_of(key: str) -> str | None:
+    """The sha256 (hex) of the entry whose mask lies there; None for any other key."""
+    found = _MASK.fullmatch(key)
+    return None if found is None else found[1]
 
 
 def batch_prefix(batch_id: Identifier) -> str:
     """What the keys of all of a batch's objects begin with."""
-    return f"batches/{_part(batch_id)}/"
+    return f"{BATCHES}{_part(batch_id)}/"
 
 
 def _attempt(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:

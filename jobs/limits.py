@@ -174,6 +174,18 @@ def parse_deadline(given: str, now: datetime | None = None) -> datetime:
     return when
 
 
+def parse_age(given: str, now: datetime | None = None) -> datetime:
+    """The time that lies a duration such as `7d`, `8h30m` or `0s` back. Raises UsageError."""
+    told = given.strip()
+    hint = "use a duration such as 7d or 12h"
+    if not _DURATION.fullmatch(told):
+        raise UsageError(f"{given!r} is no duration", hint=hint)
+    try:
+        return (now or datetime.now().astimezone()) - _duration(told)
+    except OverflowError:
+        raise UsageError(f"{given!r} ago there was no time yet", hint=hint) from None
+
+
 def _duration(told: str) -> timedelta:
     parts = re.findall(r"(\d+(?:\.\d+)?)(d|h|min|m|s)", told)
     return timedelta(seconds=sum(float(count) * _UNITS[unit] for count, unit in parts))

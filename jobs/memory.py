@@ -86,10 +86,25 @@ class Task:
         return cls(parameters.width, parameters.height, parameters.frames, slots, cached)
 
 
-def arrangements(anatomy: Anatomy, task: Task, dtype: str) -> tuple[Arrangement, ...]:
+@dataclass(frozen=True)
+class Auxiliaries:
+    """The models beside the video model: bytes of their weights by what they do, the most that one of them holds at
+    work beside these, and those whose files aren't on this host.
+    """
+
+    weights: Mapping[str, int]
+    work: int = 0
+    unknown: tuple[str, ...] = ()
+
+
+ALONE = Auxiliaries({})
+
+
+def arrangements(anatomy: Anatomy, task: Task, dtype: str, others: Auxiliaries = ALONE) -> tuple[Arrangement, ...]:
     """From the fastest to the smallest: all on the device; decoded in tiles too; the text encoder off it too.
 
     With offload the text encoder and the transformer take turns. The codec stays: it is needed beside the transformer.
+    What is loaded beside them, `others`, stays too, and works between two jobs, while the first is decoded.
     """
     size = BYTES[dtype]
     transformer = {"transformer": anatomy.transformer * size}
@@ -99,7 +114,8 @@ def arrangements(anatomy: Anatomy, task: Task, dtype: str) -> tuple[Arrangement,
     denoising = {"denoising": _slack(_denoising(anatomy, task, size))}
     whole = {"decoding": _slack(_whole(anatomy, task.width, task.height, task.frames))}
     tiles = {"decoding in tiles": _slack(_tiled(anatomy, task))}
-    margin = {"margin": MARGIN}
+    margin = {**others.weights, "margin": MARGIN}
+    deciding = {"deciding": _slack(others.work)}
     found = []
     for verdict, decoding, encoder in (
         (Verdict.fits, whole, text),
@@ -112,6 +128,7 @@ def arrangements(anatomy: Anatomy, task: Task, dtype: str) -> tuple[Arrangement,
             Peak("encoding", {**beside, **text, **codec, **encoding, **decoding, **margin}),
             Peak("denoising", {**transformer, **encoder, **codec, **denoising, **margin}),
             Peak("decoding", {**transformer, **encoder, **codec, **denoising, **decoding, **margin}),
+            Peak("deciding", {**transformer, **encoder, **codec, **deciding, **decoding, **margin}),
         )
         found.append(Arrangement(verdict, peaks))
     return tuple(found)
@@ -126,26 +143,41 @@ def tell(found: tuple[Arrangement, ...], memory: int | None = None) -> str:
     """One line for a person; with the device's `memory` in bytes, what it means there."""
     first, *others = found
     phase = first.highest.phase
-    phase = "decoding beside denoising" if phase == "decoding" else phase
+    names = {"decoding": "decoding beside denoising", "deciding": "finding what differs beside decoding"}
+    phase = names.get(phase, phase)
     text = f"needs about {_gib(first.highest.total)} GiB on the device ({phase})"
-    names = {Verdict.tiling: "tiling", Verdict.offload: "offload"}
-    text += "".join(f"; with {names[each.verdict]} {_gib(each.highest.total)}" for each in others)
+    hows = {Verdict.tiling: "tiling", Verdict.offload: "offload"}
+    text += "".join(f"; with {hows[each.verdict]} {_gib(each.highest.total)}" for each in others)
     return text if memory is None else f"{text}: {choose(found, memory)} in {_gib(memory)} GiB"
 
 
-def describe(anatomy: Anatomy, parameters: Parameters, slots: int, dtype: str, memory: int | None = None) -> str:
+def tell_others(others: Auxiliaries) -> str:
+    """What of it the models beside the video model take, to be put behind such a line; nothing where there are none."""
+    parts = [f"the {name} {_gib(size)}" for name, size in others.weights.items()]
+    text = f"; of it {' and '.join(parts)} GiB, and {_gib(others.work)} while they work" if parts else ""
+    return text + "".join(f"; without the {name}, which isn't on this host" for name in others.unknown)
+
+
+def describe(
+    anatomy: Anatomy,
+    parameters: Parameters,
+    slots: int,
+    dtype: str,
+    memory: int | None = None,
+    others: Auxiliaries = ALONE,
+) -> str:
     """What videos of such parameters need, in one line."""
-    line = tell(arrangements(anatomy, Task.of(parameters, slots), dtype), memory)
+    line = tell(arrangements(anatomy, Task.of(parameters, slots), dtype, others), memory) + tell_others(others)
     return f"{parameters.model}, {parameters.width}x{parameters.height}, {parameters.frames} frames: {line}"
 
 
-def needs_tiling(anatomy: Anatomy, task: Task, dtype: str, memory: int, free: int) -> bool:
+def needs_tiling(anatomy: Anatomy, task: Task, dtype: str, memory: int, free: int, others: Auxiliaries = ALONE) -> bool:
     """Whether a worker decodes in tiles: all at once doesn't fit the device's `memory`, or what is `free` now (bytes).
 
     What is free now isn't enough to know: the next job's denoising may be between two peaks.
     """
     whole = _slack(_whole(anatomy, task.width, task.height, task.frames))
-    return whole > free or choose(arrangements(anatomy, task, dtype), memory) is not Verdict.fits
+    return whole > free or choose(arrangements(anatomy, task, dtype, others), memory) is not Verdict.fits
 
 
 def _denoising(anatomy: Anatomy, task: Task, size: int) -> int:

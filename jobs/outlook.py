@@ -11,6 +11,7 @@ import numpy as np
 from sqlalchemy import Connection, Engine, text
 
 from chorus_batch.jobs import costs, memory, plan
+from chorus_batch.jobs.auxiliary import auxiliaries
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.database import transaction
@@ -181,8 +182,9 @@ def _forecast(
     with transaction(engine) as connection:
         workers = terms.workers or max(1, live_workers(connection, settings.lease))
     found = forecast(work, each, workers=workers, gpu_price=terms.gpu_price)
+    others = auxiliaries(settings)
     lines = [
-        memory.describe(card.anatomy, parameters, card.max_prompt_tokens, card.dtype, terms.device_memory)
+        memory.describe(card.anatomy, parameters, card.max_prompt_tokens, card.dtype, terms.device_memory, others)
         for card, parameters in zip(cards, rows.domains, strict=True)
         if card.anatomy is not None
     ]

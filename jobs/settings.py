@@ -102,6 +102,14 @@ class Settings:
         """Where the cards of added models are: `models_dir`, or `models` in the data folder."""
         return Path(self.models_dir).expanduser() if self.models_dir else self.data_dir / "models"
 
+    @property
+    def segmenter_folders(self) -> tuple[Path, Path] | None:
+        """GroundingDINO's and SAM 2's; None where the segmenter has no models of its own."""
+        if self.segmenter == "evidence":
+            return None
+        dino, sam2 = self.segmenter.removeprefix("grounded:").split(",")
+        return Path(dino.strip()).expanduser(), Path(sam2.strip()).expanduser()
+
     def with_addresses(self, **addresses: str) -> Settings:
         """These settings with server addresses filled in."""
         return replace(self, **addresses)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from minio.helpers import check_bucket_name
 
+from chorus_batch.jobs import keys
 from chorus_batch.jobs.errors import ObjectCorrupt, ObjectMissing, SettingsError, StorageError, UsageError
 from chorus_batch.jobs.settings import Settings
 
@@ -253,7 +254,7 @@ class ObjectStore:
 
     def probe(self) -> Latencies:
         """Write, look up, read and remove a small object; raises what any of them raises."""
-        key = f"probe/{secrets.token_hex(8)}"
+        key = f"{keys.PROBES}{secrets.token_hex(8)}"
         marks = [time.perf_counter()]
 
         def timed(call: Callable[[], object]) -> None:

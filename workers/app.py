@@ -14,7 +14,7 @@ from typing import Any
 
 from celery import Celery, signals
 
-from chorus_batch.jobs.dispatch import QUEUE, TRANSPORT_OPTIONS, WAKE
+from chorus_batch.jobs.dispatch import MAKE_MASKS, MASK_QUEUE, QUEUE, TRANSPORT_OPTIONS, WAKE
 from chorus_batch.jobs.settings import load_settings
 
 settings = load_settings()
@@ -42,9 +42,13 @@ log = logging.getLogger(__name__)
 @signals.worker_init.connect
 def _remember_worker(sender: Any, **_: Any) -> None:
     """Start the reconciler and be ready to pass on a request to stop."""
+    from chorus_batch.jobs import mask_work, queue
     from chorus_batch.workers.reconciler import Reconciler
 
-    reconciler = Reconciler(settings, lambda: app.send_task(WAKE))
+    if MASK_QUEUE in app.amqp.queues.consume_from:
+        reconciler = Reconciler(settings, lambda: app.send_task(MAKE_MASKS, queue=MASK_QUEUE), mask_work.any_upcoming)
+    else:
+        reconciler = Reconciler(settings, lambda: app.send_task(WAKE), queue.ready_exists)
 
     @signals.worker_ready.connect(weak=False)
     def _start(**_: Any) -> None:

@@ -24,7 +24,9 @@ TILED = "decoded in tiles: the last bits are others than the whole frame's"
 class Decoder:
     """Decodes one model's latents. For one thread, which may be another than the engine's."""
 
-    def __init__(self, engine: Engine, card: ModelCard, device: str) -> None:
+    def __init__(self, engine: Engine, card: ModelCard, device: str, others: memory.Auxiliaries = memory.ALONE) -> None:
+        """`others`: the models that this process may load beside."""
+        self._others = others
         self._engine = engine
         self._card = card
         self._device = device
@@ -73,4 +75,4 @@ class Decoder:
         free, total = torch.cuda.mem_get_info(self._device)
         # What the allocator holds and nobody uses is free too.
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return memory.needs_tiling(anatomy, task, self._card.dtype, total, free)
+        return memory.needs_tiling(anatomy, task, self._card.dtype, total, free, self._others)

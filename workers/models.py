@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.jobs import memory, registry, weights
+from chorus_batch.jobs.auxiliary import auxiliaries
 from chorus_batch.jobs.cards.card import ModelCard
+from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.settings import Settings
 from chorus_batch.jobs.storage import ObjectStore
 
@@ -31,9 +34,8 @@ def load_engine(card: ModelCard, settings: Settings, device: str) -> Engine:
         located = weights.locate(card.weights, settings.models_folder)
         fingerprint = registry.check(card, registry.memory(settings).of(weights.files_of(located)))
         source = WanSource(located.folder, fingerprint, located.checkpoint, located.lora, card.weights.lora_strength)
-        model = WanModel(
-            card.name, source, device, card.dtype, card.max_prompt_tokens, text_later=True, turns=_turns(card, device)
-        )
+        turns = _turns(card, device, settings)
+        model = WanModel(card.name, source, device, card.dtype, card.max_prompt_tokens, text_later=True, turns=turns)
         engine = Engine(model)
     engine.use_attention(settings.attention_backend or None)
     if settings.compile:
@@ -66,12 +68,45 @@ def load_texts(card: ModelCard, engine: Engine, store: ObjectStore, device: str)
     return texts
 
 
-def _turns(card: ModelCard, device: str) -> bool:
+def generation_settings(domain: DomainRecord, fps: int) -> GenerationSettings:
+    """The settings of a domain's jobs, as the engine takes them."""
+    return GenerationSettings(
+        width=domain.width,
+        height=domain.height,
+        frames=domain.frames,
+        fps=fps,
+        steps=domain.steps,
+        guidance_scale=domain.guidance_scale,
+        shift=domain.shift,
+        scheduler=domain.scheduler,
+        step_cache=domain.step_cache,
+    )
+
+
+def token_grid(card: ModelCard, domain: DomainRecord) -> tuple[int, int, int] | None:
+    """The token grid [T, h, w] of a domain's videos, without its model; None if the card doesn't tell.
+
+    The same as `Engine.grid`.
+    """
+    if card.weights is None:
+        from chorus_batch.chorus.tiny.codec import PATCH
+
+        spatial, patch = PATCH, (1, 2, 2)
+    elif card.anatomy is not None:
+        spatial, patch = memory.SPATIAL, card.anatomy.patch
+    else:
+        return None
+    latents = (domain.frames - 1) // memory.TEMPORAL + 1
+    return latents // patch[0], domain.height // spatial // patch[1], domain.width // spatial // patch[2]
+
+
+def _turns(card: ModelCard, device: str, settings: Settings) -> bool:
     """Whether transformer and text encoder must take turns on the device, for videos of the card's own size."""
     if card.anatomy is None or not device.startswith("cuda"):
         return False
     import torch
 
-    found = memory.arrangements(card.anatomy, memory.Task.of(card.defaults, card.max_prompt_tokens), card.dtype)
+    task = memory.Task.of(card.defaults, card.max_prompt_tokens)
+    found = memory.arrangements(card.anatomy, task, card.dtype, auxiliaries(settings))
     total = torch.cuda.mem_get_info(device)[1]
     return memory.choose(found, total) in (memory.Verdict.offload, memory.Verdict.too_large)

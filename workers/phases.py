@@ -23,6 +23,11 @@ class Phases:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
+    def move(self, phase: str, part: str, seconds: float) -> None:
+        """Count some of a phase's seconds as another's."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) - seconds
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
     @property
     def total(self) -> float:
         """Seconds since the start."""

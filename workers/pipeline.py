@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from chorus_batch.chorus import checkpoint
 from chorus_batch.chorus.config import GenerationSettings
@@ -15,7 +16,7 @@ from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import CheckpointMismatch, CorruptLatents, MissingStep, Stopped
 from chorus_batch.chorus.latents import pack, unpack
 from chorus_batch.chorus.llm_differ import LlmDiffer
-from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
+from chorus_batch.chorus.policy import Candidate, Decision, Policy, ReusePolicy
 from chorus_batch.chorus.request import Request, Result, Reuse
 from chorus_batch.chorus.segment import Source, Video
 from chorus_batch.jobs import cache, keys, queue
@@ -28,6 +29,8 @@ from chorus_batch.jobs.neighbours import Neighbour, is_planned
 from chorus_batch.jobs.parameters import clean_prompt
 from chorus_batch.jobs.storage import StoredObject
 from chorus_batch.workers.failures import INTERNAL, Failure
+from chorus_batch.workers.masks import StoredMasks
+from chorus_batch.workers.models import generation_settings
 from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.publisher import LOST, Finished, Pictures, Publisher, no_object, record_objects
 from chorus_batch.workers.runtime import HeldSource, LoadedModel, Runtime
@@ -171,11 +174,12 @@ class Pipeline:
 
     def _generated(self, claim: Claim, phases: Phases, notes: list[str]) -> Finished:
         loaded = self._runtime.model(claim.domain)
-        policy, settings = loaded.policies[claim.domain.policy], _settings(claim)
+        policy, settings = loaded.policies[claim.domain.policy], generation_settings(claim.domain, claim.fps)
         request = Request(
             clean_prompt(claim.prompt), claim.seed, settings, claim.domain.key, claim.domain.negative_prompt
         )
-        reuse, neighbour = self._reuse(claim, loaded.engine, policy, request, phases, notes)
+        details: dict[str, Any] = {}
+        reuse, neighbour = self._reuse(claim, loaded.engine, policy, request, phases, notes, details)
         stores = reuse is None and claim.cache in (CacheMode.on, CacheMode.exact)
         run = partial(
             loaded.engine.generate,
@@ -190,7 +194,8 @@ class Pipeline:
             with phases.timed("texts"):
                 wanted = [request.prompt, *([request.negative_prompt] if settings.guided else [])]
                 loaded.texts.prepare(wanted, partial(self._upcoming, claim), lambda: self._should_stop(claim))
-        idle = None if self._free_since is None else time.perf_counter() - self._free_since
+        if self._free_since is not None:
+            details["device_idle"] = round(time.perf_counter() - self._free_since, 4)
         try:
             result = run(resume=resume)
         except CheckpointMismatch:
@@ -203,7 +208,7 @@ class Pipeline:
             log.warning("job %s: torch.compile compiled %d new shapes", claim.job_id, result.trace.compilations)
         for phase, seconds in result.trace.seconds.items():
             phases.seconds[phase] = seconds
-        return self._finished(claim, phases, loaded, request, result, neighbour, idle, notes)
+        return self._finished(claim, phases, loaded, request, result, neighbour, details, notes)
 
     def _upcoming(self, claim: Claim) -> list[str]:
         """Texts that the claim's batch will need, cleaned."""
@@ -221,6 +226,7 @@ class Pipeline:
         request: Request,
         phases: Phases,
         notes: list[str],
+        details: dict[str, Any],
     ) -> tuple[Reuse | None, Neighbour | None]:
         """What the best entry of the domain offers; nothing for a planned source, whose followers count on it.
 
@@ -243,10 +249,12 @@ class Pipeline:
                 held = self._held(neighbour, phases)
                 with phases.timed("decide"):
                     video = partial(self._video, neighbour, engine, request.settings, notes)
-                    source = Source(clean_prompt(neighbour.prompt), held.evidence, video)
+                    prompt, entry = clean_prompt(neighbour.prompt), neighbour.object.sha256
+                    source = Source(prompt, held.evidence, video, entry)
                     candidate = Candidate(neighbour.entry_id, neighbour.similarity, source, held.latents)
                     offsets = engine.model.token_offsets(request.prompt)
                     decision = policy.decide(request.prompt, offsets, request.settings, claim.domain.key, candidate)
+                self._note_mask(policy, decision, phases, details)
                 if decision.reuse is not None and decision.reuse.k1 not in held.latents:
                     raise MissingStep(f"entry {neighbour.entry_id} holds no latents of step {decision.reuse.k1}")
             except (ObjectMissing, ObjectCorrupt, CorruptLatents, MissingStep) as error:
@@ -290,6 +298,17 @@ class Pipeline:
         with transaction(self._runtime.database) as connection:
             planned = queue.planned_pairs(connection, claim, PAIRS_AHEAD)
         differ.compare_many([pair, *((clean_prompt(source), clean_prompt(target)) for source, target in planned)])
+
+    def _note_mask(self, policy: ReusePolicy, decision: Decision, phases: Phases, details: dict[str, Any]) -> None:
+        """For the trace: where a segmenter's region came from, and its seconds, which are no part of the decision's."""
+        if not isinstance(policy.segmenter, StoredMasks):
+            return
+        taken = policy.segmenter.taken()
+        if taken is not None:
+            phases.move("decide", "mask", taken.seconds)
+            details["mask"] = taken.origin
+        elif decision.reuse is not None and decision.reuse.regions is not None:
+            details["mask"] = "memory"
 
     def _held(self, neighbour: Neighbour, phases: Phases) -> HeldSource:
         held = self._runtime.held.get(neighbour.job_id, neighbour.object.sha256)
@@ -353,7 +372,7 @@ class Pipeline:
         request: Request,
         result: Result,
         neighbour: Neighbour | None,
-        idle: float | None,
+        details: dict[str, Any],
         notes: list[str],
     ) -> Finished:
         trace = result.trace
@@ -375,7 +394,7 @@ class Pipeline:
             flops=float(trace.flops_computed),
             peak_memory=trace.peak_memory,
             backend=trace.backend,
-            details={**trace.details(), **({"device_idle": round(idle, 4)} if idle is not None else {})},
+            details={**trace.details(), **details},
             notes=tuple(notes),
         )
         with phases.timed("pack"):
@@ -428,18 +447,3 @@ def unplanned(claim: Claim, taken: Neighbour, found: Sequence[Neighbour]) -> lis
 def _unpacked(data: bytes) -> HeldSource:
     latents, _, evidence = unpack(data)
     return HeldSource(latents, evidence)
-
-
-def _settings(claim: Claim) -> GenerationSettings:
-    domain = claim.domain
-    return GenerationSettings(
-        width=domain.width,
-        height=domain.height,
-        frames=domain.frames,
-        fps=claim.fps,
-        steps=domain.steps,
-        guidance_scale=domain.guidance_scale,
-        shift=domain.shift,
-        scheduler=domain.scheduler,
-        step_cache=domain.step_cache,
-    )

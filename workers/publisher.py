@@ -23,6 +23,7 @@ import numpy.typing as npt
 from chorus_batch.jobs import keys, limits, queue
 from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
 from chorus_batch.jobs.database import transaction
+from chorus_batch.jobs.dispatch import nudge_for_masks
 from chorus_batch.jobs.errors import ChorusBatchError, ClaimLost, DependencyDown
 from chorus_batch.jobs.storage import StoredObject
 from chorus_batch.workers.failures import INTERNAL, Failure
@@ -169,7 +170,9 @@ class Publisher:
                     entry = EntryRecord(stored, finished.entry_steps)
         record = replace(record, seconds=dict(phases.seconds), seconds_total=phases.total)
         with transaction(self._runtime.database) as connection:
-            queue.finish(connection, claim, record, entry)
+            freed = queue.finish(connection, claim, record, entry)
+        if freed and self._runtime.settings.segmenter_folders is not None:
+            nudge_for_masks(self._runtime.settings)
         if claim.checkpoint is not None:
             self.remove([claim.checkpoint.key], claim)
 

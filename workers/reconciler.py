@@ -24,10 +24,17 @@ log = logging.getLogger(__name__)
 class Reconciler(threading.Thread):
     """Every `poll_interval`: reap expired leases, stop batches at their limits, wake the own process for work."""
 
-    def __init__(self, settings: Settings, wake: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        wake: Callable[[], object],
+        has_work: Callable[[Connection], bool] = queue.ready_exists,
+    ) -> None:
+        """`has_work`: whether the own process has anything to do."""
         super().__init__(name="reconciler", daemon=True)
         self._settings = settings
         self._wake = wake
+        self._has_work = has_work
         self._stopping = threading.Event()
         self._blind_until = 0.0  # of time.monotonic
 
@@ -40,7 +47,7 @@ class Reconciler(threading.Thread):
                     reaped = self._reap(connection)
                     limits.enforce(connection)
                     idle = not state.active_requests and not state.reserved_requests
-                    work = idle and queue.ready_exists(connection)
+                    work = idle and self._has_work(connection)
                 if reaped.requeued or reaped.quarantined:
                     log.warning("dead workers: %d jobs requeued, %d quarantined", reaped.requeued, reaped.quarantined)
                 if work:

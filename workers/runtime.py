@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy
 
 from chorus_batch.jobs import fitness, registry
+from chorus_batch.jobs.auxiliary import auxiliaries
 from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.jobs.checksums import combine
 from chorus_batch.jobs.claims import DomainRecord
@@ -168,18 +169,25 @@ class Runtime:
         return loaded
 
     def segmenter(self) -> Segmenter:
-        """What finds regions, one for all models. Told once where it is the evidence in place of what was asked for."""
+        """What finds regions, one for all models. Where its libraries or folders aren't there it is the evidence.
+
+        A region found less well is better than a job that fails; it is told once.
+        """
+        from chorus_batch.chorus.errors import WeightsError
+        from chorus_batch.chorus.segment import EvidenceSegmenter
+
         with self._making:
             if self._segmenter is None:
-                self._segmenter, self.lacking = segmenter_or_evidence(
-                    self.settings.segmenter, chosen_device(self.settings)
-                )
-                if self.lacking:
+                try:
+                    self._segmenter = make_segmenter(self.settings, chosen_device(self.settings), self.store)
+                except (ImportError, OSError, WeightsError) as error:
+                    hint = error.hint if isinstance(error, WeightsError) else "install the extra: chorus-batch[segment]"
+                    self.lacking = f"no segmenter, regions come from the evidence: {error} ({hint})"
                     log.warning("%s", self.lacking)
+                    self._segmenter = EvidenceSegmenter()
             return self._segmenter
 
     def _load(self, domain: DomainRecord) -> LoadedModel:
-        from chorus_batch.chorus.policy import Policy
         from chorus_batch.workers.decoder import Decoder
         from chorus_batch.workers.models import load_engine, load_texts
 
@@ -196,11 +204,17 @@ class Runtime:
         device = chosen_device(self.settings)
         engine = load_engine(card, self.settings, device)
         texts = load_texts(card, engine, self.store, device)
+        decoder = Decoder(engine, card, device, auxiliaries(self.settings))
+        return LoadedModel(engine, self.policies(card), decoder, texts)
+
+    def policies(self, card: ModelCard) -> dict[str, ReusePolicy]:
+        """How a model's latents are reused, by policy; nothing is loaded yet. Raises WeightsError."""
+        from chorus_batch.chorus.policy import Policy
+
         quick = lexical_differ(card)
-        differ = make_differ(self.settings, quick, device)
+        differ = make_differ(self.settings, quick, chosen_device(self.settings))
         segmenter = self.segmenter()
-        policies = {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
-        return LoadedModel(engine, policies, Decoder(engine, card, device), texts)
+        return {policy.value: reuse_policy(card, policy, differ, quick, segmenter) for policy in Policy}
 
 
 def chosen_device(settings: Settings) -> str:
@@ -236,25 +250,27 @@ def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
     return LlmDiffer(model, lexical, AnswerFile(settings.data_dir / "answers.jsonl", fingerprint))
 
 
-def segmenter_or_evidence(name: str, device: str) -> tuple[Segmenter, str]:
-    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER.
+def make_segmenter(settings: Settings, device: str, store: ObjectStore) -> Segmenter:
+    """The segmenter that the settings name: the evidence's, or grounded:FOLDER,FOLDER. Raises WeightsError.
 
-    Where its libraries or folders aren't there it is the evidence's too, and why: a region found less well is better
-    than a job that fails.
+    What models find is kept in the object store, by the checksums of their files; the evidence is read in no time.
     """
-    from chorus_batch.chorus.errors import WeightsError
-    from chorus_batch.chorus.segment import EvidenceSegmenter
+    folders = settings.segmenter_folders
+    if not folders:
+        from chorus_batch.chorus.segment import EvidenceSegmenter
 
-    if name == "evidence":
-        return EvidenceSegmenter(), ""
-    try:
-        from chorus_batch.chorus.grounded import GroundedSegmenter
+        return EvidenceSegmenter()
+    from chorus_batch.chorus.grounded import VERSION, GroundedSegmenter
+    from chorus_batch.workers.masks import StoredMasks
 
-        dino, sam2 = (Path(folder.strip()).expanduser() for folder in name.removeprefix("grounded:").split(","))
-        return GroundedSegmenter(dino, sam2, device), ""
-    except (ImportError, WeightsError) as error:
-        hint = error.hint if isinstance(error, WeightsError) else "install the extra: chorus-batch[segment]"
-        return EvidenceSegmenter(), f"no segmenter, regions come from the evidence: {error} ({hint})"
+    segmenter = GroundedSegmenter(*folders, device)
+    files = {
+        f"{number}/{path.name}": path
+        for number, folder in enumerate(folders)
+        for path in folder.iterdir()
+        if path.is_file()
+    }
+    return StoredMasks(segmenter, store, combine({**registry.memory(settings).of(files), "": VERSION}))
 
 
 def reuse_policy(card: ModelCard, policy: Policy, differ: Differ, quick: Differ, segmenter: Segmenter) -> ReusePolicy:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from chorus_batch.jobs.dispatch import WAKE
+from chorus_batch.jobs.dispatch import MAKE_MASKS, WAKE
 from chorus_batch.jobs.errors import DependencyDown
 from chorus_batch.jobs.local.process import Process
 from chorus_batch.jobs.settings import Settings
@@ -20,6 +20,7 @@ from chorus_batch.workers.phases import Phases
 from chorus_batch.workers.runtime import Runtime
 
 if TYPE_CHECKING:  # it brings torch, which Celery's parent process must not load
+    from chorus_batch.workers.mask_maker import MaskMaker
     from chorus_batch.workers.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ LONGEST_PAUSE = 30.0  # seconds between tries while a server is away
 
 _runtime: Runtime | None = None
 _pipeline: Pipeline | None = None
+_mask_maker: MaskMaker | None = None
 
 
 def enter(settings: Settings) -> None:
@@ -65,6 +67,25 @@ def wake() -> None:
 
             _pipeline = Pipeline(_runtime)
         work(_runtime, _pipeline)
+
+
+@app.task(name=MAKE_MASKS)
+def make_masks() -> None:
+    """Make the masks that the next followers will ask for. This process never enters the list of workers: it runs no
+    jobs, and who waits for a worker mustn't wait for it.
+    """
+    global _mask_maker
+    assert _runtime is not None
+    with _stop_on_sigterm(_runtime):
+        if _mask_maker is None:
+            from chorus_batch.workers.mask_maker import MaskMaker
+
+            _mask_maker = MaskMaker(_runtime)
+        try:
+            _mask_maker.work()
+        except DependencyDown as error:
+            # The supervisor rings again, as long as there is work.
+            log.warning("%s", error)
 
 
 def work(runtime: Runtime, pipeline: Pipeline) -> None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "compare": ("compare", "Show what each of several batches of the same rows cost and what came out right."),
     "sql": ("stats", "Run a query of your own, read-only."),
     "cache": ("cache", "Look at the cache."),
+    "storage": ("storage", "Look after the object store."),
     "model": ("model", "Add models, list them, verify their files."),
     "worker": ("worker", "Run workers."),
     "up": ("servers", "Start the local profile's servers."),

@@ -133,6 +133,23 @@ def test_the_settings_of_the_pods_are_complete() -> None:
         ensure(load_settings({**shared, **dict.fromkeys(references, "x"), **given, "CHORUS_DATA_DIR": "/data"}))
 
 
+def test_what_finds_differences_is_passed_through() -> None:
+    for name, setting in (("DIFFER", "llm:/models/qwen"), ("SEGMENTER", "grounded:/models/dino,/models/sam2")):
+        for service in ("worker", "masks", "producer"):
+            given = SERVICES[service]["environment"][f"CHORUS_{name}"]
+            default = getattr(Settings(), name.lower())
+            assert (given, filled(given)) == (f"${{{name}:-{default}}}", default)
+            load_settings({f"CHORUS_{name}": setting, "CHORUS_DATA_DIR": "/data"})
+        assert OBJECTS["ConfigMap", "chorus-batch-settings"]["data"][f"CHORUS_{name}"] == default
+
+
+def test_the_masks_worker_is_a_worker_that_is_asked_for() -> None:
+    masks, worker = SERVICES["masks"], SERVICES["worker"]
+    assert {key for key in masks if masks[key] != worker.get(key)} == {"profiles", "command"}
+    assert masks["profiles"] == ["masks"] and "profiles" not in worker
+    assert masks["command"] == ["worker", "start", "--queue", "masks", "--device", "cuda"]
+
+
 def test_the_example_of_the_env_file_names_what_is_read() -> None:
     read = set(re.findall(r"\$\{(\w+)", COMPOSE_TEXT)) - {"PWD"}
     required = set(re.findall(r"\$\{(\w+):\?", COMPOSE_TEXT))

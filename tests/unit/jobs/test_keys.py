@@ -21,6 +21,12 @@ def test_keys_name_the_attempt() -> None:
     assert not keys.video_key(31, 4, 2).startswith(keys.batch_prefix(3))
 
 
+def test_an_entrys_masks_lie_together() -> None:
+    first, second = (keys.mask_key(DOMAIN, asked) for asked in ("dog", "cat"))
+    assert first != second and first == keys.mask_key(DOMAIN, "dog")
+    assert first.rpartition("/")[0] == second.rpartition("/")[0] == f"masks/{DOMAIN[:2]}/{DOMAIN}"
+
+
 @pytest.mark.parametrize("part", ["", "..", "a/b", "a b", "\n", "1\n"])
 def test_no_key_leaves_its_folder(part: str) -> None:
     calls: list[Callable[[], str]] = [
@@ -28,6 +34,7 @@ def test_no_key_leaves_its_folder(part: str) -> None:
         lambda: keys.latents_key(1, part, 1),
         lambda: keys.checkpoint_key(1, part, 1),
         lambda: keys.entry_key(part, 1, 1),
+        lambda: keys.mask_key(part, "dog"),
         lambda: keys.entry_key(DOMAIN, part, 1),
     ]
     for call in calls:

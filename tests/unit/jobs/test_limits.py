@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from chorus_batch.jobs.errors import UsageError
-from chorus_batch.jobs.limits import Spent, parse_budget, parse_deadline
+from chorus_batch.jobs.limits import Spent, parse_age, parse_budget, parse_deadline
 
 NOW = datetime(2026, 4, 12, 22, 30, tzinfo=timezone(timedelta(hours=2)))
 
@@ -30,6 +30,19 @@ NOW = datetime(2026, 4, 12, 22, 30, tzinfo=timezone(timedelta(hours=2)))
 )
 def test_deadlines(given: str, expected: datetime) -> None:
     assert parse_deadline(given, NOW) == expected
+
+
+def test_ages() -> None:
+    assert parse_age("7d", NOW) == NOW - timedelta(days=7)
+    assert parse_age("1d 2h", NOW) == NOW - timedelta(hours=26)
+    assert parse_age("0s", NOW) == NOW
+
+
+@pytest.mark.parametrize("given", ["", "a week", "7", "-1d", "06:00", "9999999d", "9" * 400 + "d"])
+def test_no_ages(given: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_age(given, NOW)
+    assert given in str(caught.value) and caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ from chorus_batch.jobs.claims import DomainRecord
 from chorus_batch.jobs.errors import WeightsRejected
 from chorus_batch.jobs.registry import Asked
 from chorus_batch.jobs.settings import Settings
+from chorus_batch.workers.masks import StoredMasks
 from chorus_batch.workers.models import load_engine
-from chorus_batch.workers.runtime import Runtime, make_differ
+from chorus_batch.workers.runtime import Runtime, make_differ, make_segmenter
 from tests.language_model import save_model
 
 
@@ -114,12 +115,21 @@ def test_a_ball_is_a_circle_for_the_builtin_model_alone(runtime: Runtime, card: 
 
 
 def test_the_settings_name_the_segmenter(
-    runtime: Runtime, card: ModelCard, grounded_folders: tuple[Path, Path]
+    runtime: Runtime, card: ModelCard, grounded_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     assert isinstance(runtime.model(domain(card)).policies["chorus"].segmenter, EvidenceSegmenter)
     dino, sam2 = grounded_folders
     other = Runtime(replace(runtime.settings, segmenter=f"grounded:{dino}, {sam2}"))
-    assert isinstance(other.model(domain(card)).policies["chorus"].segmenter, GroundedSegmenter)
+    masks = other.model(domain(card)).policies["chorus"].segmenter
+    assert isinstance(masks, StoredMasks) and isinstance(masks._segmenter, GroundedSegmenter)
+    # Other weights, other masks.
+    same = make_segmenter(other.settings, "cpu", other.store)
+    weights = Path(shutil.copytree(sam2, tmp_path / "sam2")) / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    changed = make_segmenter(replace(other.settings, segmenter=f"grounded:{dino},{weights.parent}"), "cpu", other.store)
+    assert isinstance(same, StoredMasks) and isinstance(changed, StoredMasks)
+    assert masks._fingerprint == same._fingerprint != changed._fingerprint
     other.database.dispose()
 
 

@@ -42,3 +42,12 @@ def test_the_total_goes_on_from_the_start_whatever_is_timed() -> None:
     total = phases.total
     assert total >= 0.01 + phases.seconds["claim"]
     assert phases.total > total
+
+
+def test_seconds_can_be_counted_as_another_phases() -> None:
+    phases = Phases()
+    with phases.timed("decide"):
+        time.sleep(0.01)
+        phases.move("decide", "mask", 0.25)
+    assert phases.seconds["mask"] == 0.25
+    assert -0.25 < phases.seconds["decide"] < 0
