@@ -118,6 +118,7 @@ class Runtime:
         self._models: dict[str, LoadedModel] = {}
         self._segmenter: Segmenter | None = None
         self._making = threading.Lock()
+        self._loading: threading.Thread | None = None
 
     @property
     def worker_id(self) -> str:
@@ -156,7 +157,13 @@ class Runtime:
 
             self.segmenter()
 
-        threading.Thread(target=load, name="preload", daemon=True).start()
+        self._loading = threading.Thread(target=load, name="preload", daemon=True)
+        self._loading.start()
+
+    def preloaded(self) -> None:
+        """Wait for `preload`. Two threads that import libraries which import each other may see halves of them."""
+        if self._loading is not None:
+            self._loading.join()
 
     def model(self, domain: DomainRecord) -> LoadedModel:
         """The model of a domain, loaded once; a model with weights of its own takes the others' place.

@@ -62,6 +62,7 @@ def wake() -> None:
     assert _runtime is not None
     with _stop_on_sigterm(_runtime):
         _runtime.start()
+        _runtime.preloaded()
         if _pipeline is None:
             from chorus_batch.workers.pipeline import Pipeline
 
@@ -77,6 +78,7 @@ def make_masks() -> None:
     global _mask_maker
     assert _runtime is not None
     with _stop_on_sigterm(_runtime):
+        _runtime.preloaded()
         if _mask_maker is None:
             from chorus_batch.workers.mask_maker import MaskMaker
 
