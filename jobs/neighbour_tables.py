@@ -10,6 +10,7 @@ more than few thorough ones (measured on 100,000 synthetic prompts, CPU seconds 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ _ROWS = 2048  # that are worked on together
 class Effort:
     """How hard to look. More of each, but of `cell`: more recall, more time."""
 
-    tables: int = 18
+    tables: int | None = None  # None: 14 for 100,000 points, and 4 more for ten times as many
     block: int = 256  # points compared with each other
     cell: int = 6  # points around one center, in the mean
     sketch: int = 96  # dimensions in which the nearest center is looked for
@@ -42,12 +43,17 @@ def approximate(hunt: Hunt, effort: Effort) -> Nearest:
     axes = _axes(hunt.points.vectors, effort.sketch)
     points = _sketched(hunt.points.vectors, axes)
     clients = points if hunt.own else _sketched(hunt.clients.vectors, axes)
-    for table in range(effort.tables):
+    for table in range(_tables(len(hunt.points)) if effort.tables is None else effort.tables):
         _add_table(hunt, nearest, effort, table, points, clients)
     if hunt.own:  # of entries it isn't known whom they are near to
         for _ in range(effort.passes):
             _ask_neighbors(hunt, nearest, effort.circle)
     return nearest
+
+
+def _tables(points: int) -> int:
+    """So many that about as large a share of the nearest neighbors is found among many points as among few."""
+    return max(6, round(4 * math.log10(max(points, 1))) - 6)
 
 
 def _axes(vectors: FloatArray, dimensions: int) -> FloatArray:
