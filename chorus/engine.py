@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .attention import Gain
+from .attention import Gain, fast_backends
 from .checkpoint import Checkpoint
 from .cost import Work, forward_flops, text_flops, tokens_of, work_flops
 from .denoise import Denoised, Guidance, RegionStage, Walk, denoise, independent
@@ -88,12 +88,23 @@ class Engine:
         return self.model.fingerprint
 
     def use_attention(self, backend: str | None) -> None:
-        """Attention by a backend of diffusers' dispatcher (native, flash, _flash_3, sage ...); None: its own choice.
+        """Attention by a backend of diffusers' dispatcher: native, flash, _flash_3, sage ...
 
-        Raises UnsupportedSettings for one that isn't known or can't run here.
+        None: FlashAttention where it is installed and the device can run it, else SDPA. Raises UnsupportedSettings for
+        one that isn't known or can't run here.
         """
         if backend is not None:
             self.network.use_attention(backend)
+            return
+        cuda = self._device.type == "cuda"
+        capability = torch.cuda.get_device_capability(self._device) if cuda else None
+        for fast in fast_backends(capability, self.network.dtype):
+            try:
+                self.network.use_attention(fast)
+                return
+            except UnsupportedSettings:
+                # It may be half chosen: diffusers has a choice of the whole process beside each module's.
+                self.model.transformer.set_attention_backend("native")
 
     def use_compiler(self, backend: str = "inductor") -> None:
         """Run the transformer's blocks as torch.compile makes them; `backend` is one of its own.

@@ -49,7 +49,7 @@ class Settings:
     threads: int = 1  # of torch on the CPU; several workers use several cores better than several threads do
     differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
     segmenter: str = "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO>,<SAM 2>
-    attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: its own choice
+    attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: flash if it can
     compile: bool = (
         False  # the transformer's blocks by torch.compile; needs a C++ compiler, on a GPU triton and gcc too
     )

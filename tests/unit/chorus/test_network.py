@@ -1,5 +1,6 @@
 """Laws 2 and 3, and the counts of law 7, on random weights: gathered tokens, amplified keys, the text computed once."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from chorus_batch.chorus.attention import Gain
+from chorus_batch.chorus.attention import Gain, fast_backends
 from chorus_batch.chorus.block import run_block
-from chorus_batch.chorus.errors import RegionError
+from chorus_batch.chorus.errors import RegionError, UnsupportedSettings
 from chorus_batch.chorus.network import Network
 
 SHAPE = (1, 16, 3, 8, 12)
@@ -190,3 +191,30 @@ def test_the_blocks_of_a_gpu_compute_the_same(network: Network, features: torch.
     rotary = network.visible(torch.zeros(SHAPE)).rotary
     ours = run_block(block, hidden, lambda normal: block.attn2(normal, text), projected, rotary)
     assert torch.equal(ours, block(hidden, text, projected, rotary))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        (None, torch.bfloat16, ()),
+        ((9, 0), torch.float32, ()),
+        ((9, 0), torch.bfloat16, ("_flash_3", "flash")),
+        ((8, 6), torch.float16, ("flash",)),
+        ((12, 0), torch.bfloat16, ("flash",)),
+        ((7, 5), torch.float16, ()),
+    ],
+)
+def test_flash_attention_is_tried_where_a_gpu_can_run_it(
+    capability: tuple[int, int] | None, dtype: torch.dtype, expected: tuple[str, ...]
+) -> None:
+    assert fast_backends(capability, dtype) == expected
+
+
+def test_a_backend_that_is_not_there_changes_nothing(random_transformer: Any) -> None:
+    transformer = copy.deepcopy(random_transformer)
+    network = Network(transformer)
+    for backend in ("flash", "_flash_3"):
+        with pytest.raises(UnsupportedSettings, match=backend):
+            network.use_attention(backend)
+    assert {block.attn1.processor._attention_backend for block in transformer.blocks} == {None}
+    network.use_attention("native")
