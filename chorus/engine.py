@@ -152,7 +152,8 @@ class Engine:
         if resume is not None and resume.identity != name:
             raise CheckpointMismatch("the checkpoint belongs to another generation", hint="start from the beginning")
         self._reset_peak()
-        compiled = self._compilations()
+        compiled = self.network.compiled
+        before = compiled.compilations if compiled is not None else 0
         caching = step_cache(settings.step_cache, self.model.transformer, self.fingerprint, settings.steps)
         with torch.inference_mode(), caching as cache:
             began = time.perf_counter()
@@ -185,7 +186,7 @@ class Engine:
         maps = walk.recorder.evidence(self.grid(shape)) if walk.recorder is not None else None
         trace = self._trace(request, reuse, walk, done, shape, seconds)
         if compiled is not None:
-            trace = replace(trace, compilations=(self._compilations() or 0) - compiled)
+            trace = replace(trace, compilations=compiled.compilations - before)
         return Result(final, trace, done.kept, maps)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -272,9 +273,6 @@ class Engine:
             peak_memory=self._peak(),
             backend=self._backend(),
         )
-
-    def _compilations(self) -> int | None:
-        return None if self.network.compiled is None else self.network.compiled.compilations
 
     def _reset_peak(self) -> None:
         if self._device.type == "cuda":

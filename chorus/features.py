@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from .errors import CorruptFeatures
-from .latents import digest, read_header
+from .latents import opened, seal
 
 FORMAT = "chorus-text/1"
 _NAME = "features"
@@ -21,22 +18,16 @@ def pack(features: torch.Tensor, text: str) -> bytes:
     filled = rows.any(dim=1).nonzero()
     # Own memory: a slice would be stored with all of its tensor.
     kept = {_NAME: rows[: int(filled[-1]) + 1 if len(filled) else 0].clone()}
-    header = {"format": FORMAT, "slots": len(rows), "text": text}
-    header["sha256"] = digest(json.dumps(header, sort_keys=True), kept)
-    return save(kept, {"chorus": json.dumps(header, sort_keys=True)})
+    return seal({"format": FORMAT, "slots": len(rows), "text": text}, kept)
 
 
 def unpack(data: bytes, text: str) -> torch.Tensor:
     """The features [1, slots, D] of that text, bit for bit. Raises CorruptFeatures for anything else."""
     try:
-        rows = load(data)[_NAME]
-        header = read_header(data)
-        written = header.pop("sha256")
-        slots = int(header["slots"])
+        header, tensors = opened(data)
+        rows, slots = tensors[_NAME], int(header["slots"])
         if (header["format"], header["text"]) != (FORMAT, text) or rows.ndim != 2 or len(rows) > slots:
             raise ValueError("they are another text's, or of another form")
-        if digest(json.dumps(header, sort_keys=True), {_NAME: rows}) != written:
-            raise ValueError("they are not those that were written")
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptFeatures(f"the stored text features can't be used: {error}", hint="encode the text") from error
     return torch.nn.functional.pad(rows, (0, 0, 0, slots - len(rows)))[None]

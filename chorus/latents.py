@@ -53,9 +53,7 @@ def pack(
     if evidence is not None:
         tensors[_EVIDENCE] = evidence.maps.contiguous()
         header["words"] = [list(span) for span in evidence.spans]
-    # One key: the library writes several in an order that changes from run to run.
-    header["sha256"] = digest(json.dumps(header, sort_keys=True), tensors)
-    return save(tensors, {"chorus": json.dumps(header, sort_keys=True)})
+    return seal(header, tensors)
 
 
 def unpack(data: bytes) -> Unpacked:
@@ -83,6 +81,25 @@ def unpack(data: bytes) -> Unpacked:
         raise CorruptLatents("the stored latents are not those that were written", hint="evict the entry")
     latents = {k: tensors[name].to(torch.float32) for k, name in sorted(steps.items())}
     return Unpacked(latents, dict(header["metadata"]), evidence)
+
+
+def seal(header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
+    """Safetensors bytes of a header, which JSON can hold, and tensors, with a sha256 over both inside."""
+    sealed = {**header, "sha256": digest(json.dumps(header, sort_keys=True), tensors)}
+    # One key: the library writes several in an order that changes from run to run.
+    return save(tensors, {"chorus": json.dumps(sealed, sort_keys=True)})
+
+
+def opened(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What `seal` was given.
+
+    For other bytes raises SafetensorError, ValueError, LookupError, TypeError or AttributeError.
+    """
+    tensors, header = load(data), read_header(data)
+    written = header.pop("sha256")
+    if digest(json.dumps(header, sort_keys=True), tensors) != written:
+        raise ValueError("it isn't what was written")
+    return header, tensors
 
 
 def read_header(data: bytes) -> Any:

@@ -16,9 +16,8 @@ import torch
 
 from .errors import RegionError
 
-SIZES = (
-    16  # numbers of tokens that a widened region may have: each costs a compilation, each token too much a bit of time
-)
+# Numbers of tokens that a widened region may have: each costs a compilation, each token too much a bit of time.
+SIZES = 16
 
 # Pixel frames per latent frame, but for the first, which stands alone: Wan's causal groups.
 GROUP = 4

@@ -17,7 +17,8 @@ up; the third's are its shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,32 @@ LARGEST = (800, 1333)  # GroundingDINO's own processor: the shorter and the long
 
 def auxiliaries(settings: Settings) -> Auxiliaries:
     """Those that the settings name. Where their files are missing or of another form they're unknown, no error."""
+    named: dict[str, Callable[[], tuple[int, int]]] = {}
+    if settings.segmenter_folders is not None:
+        named["segmenter"] = partial(_segmenter, *settings.segmenter_folders)
+    if settings.differ_folder is not None:
+        named["differ"] = partial(_differ, settings.differ_folder)
     kept: dict[str, int] = {}
-    work: list[int] = []
     unknown: list[str] = []
-    folders = settings.segmenter_folders
-    if folders is not None:
-        dino, sam2 = folders
+    most = 0
+    for name, measure in named.items():
         try:
-            kept["segmenter"] = 4 * (_values(dino) + _values(sam2))
-            work += [_finding(dino), _following(sam2)]
-        except (WeightsRejected, OSError, ValueError, LookupError, TypeError):
-            kept.pop("segmenter", None)
-            unknown.append("segmenter")
-    if settings.differ != "lexical":
-        folder = Path(settings.differ.removeprefix("llm:").strip()).expanduser()
-        try:
-            kept["differ"] = sum(path.stat().st_size for path in _files(folder))
-            work.append(_answering(weights.read_json(folder / "config.json"), kept["differ"] / _values(folder)))
+            kept[name], work = measure()
         except (WeightsRejected, OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
-            kept.pop("differ", None)
-            unknown.append("differ")
-    return Auxiliaries(kept, max(work, default=0), tuple(unknown))
+            unknown.append(name)
+        else:
+            most = max(most, work)
+    return Auxiliaries(kept, most, tuple(unknown))
+
+
+def _segmenter(dino: Path, sam2: Path) -> tuple[int, int]:
+    """Bytes of its weights, and of what it holds at work."""
+    return 4 * (_values(dino) + _values(sam2)), max(_finding(dino), _following(sam2))
+
+
+def _differ(folder: Path) -> tuple[int, int]:
+    size = sum(path.stat().st_size for path in _files(folder))
+    return size, _answering(weights.read_json(folder / "config.json"), size / _values(folder))
 
 
 def finding(config: Mapping[str, Any], height: int, width: int) -> int:

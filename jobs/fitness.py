@@ -25,8 +25,8 @@ def check(settings: Settings, environ: Mapping[str, str]) -> None:
     now is noticed. An attention backend and torch.compile are tried out on the device, which takes seconds.
     """
     check_model(load_card(settings.model, settings.models_folder), settings)
-    if settings.differ != "lexical":
-        _check_differ(Path(settings.differ.removeprefix("llm:").strip()).expanduser())
+    if settings.differ_folder is not None:
+        _check_differ(settings.differ_folder)
     if settings.attention_backend or settings.compile:
         _try_device(environ)
 

@@ -23,7 +23,7 @@ _TEXT = re.compile(rf"{TEXTS}[0-9a-f]{{2}}/[0-9a-f]{{64}}/([0-9a-f]{{64}})\.safe
 _MASK = re.compile(rf"{MASKS}[0-9a-f]{{2}}/([0-9a-f]{{64}})/[0-9a-f]{{64}}\.safetensors")
 
 _PART = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_DOMAIN = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def video_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:
@@ -43,16 +43,12 @@ def checkpoint_key(batch_id: Identifier, job_id: Identifier, attempt: int) -> st
 
 def entry_key(domain_key: str, job_id: Identifier, attempt: int) -> str:
     """The key of the cache entry that a job left; `domain_key` is the sha256, in hex, of what entries must share."""
-    if not _DOMAIN.fullmatch(domain_key):
-        raise ValueError(f"not a sha256 in lower-case hex: {domain_key!r}")
-    return f"{ENTRIES}{domain_key[:2]}/{domain_key}/{_part(job_id)}-{_part(attempt)}.safetensors"
+    return f"{_below(ENTRIES, domain_key)}{_part(job_id)}-{_part(attempt)}.safetensors"
 
 
 def text_key(encoder: str, text: str) -> str:
     """The key of a cleaned text's features; `encoder` is the sha256, in hex, of all that they depend on beside it."""
-    if not _DOMAIN.fullmatch(encoder):
-        raise ValueError(f"not a sha256 in lower-case hex: {encoder!r}")
-    return f"{TEXTS}{encoder[:2]}/{encoder}/{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+    return f"{_below(TEXTS, encoder)}{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
 
 
 def mask_key(entry: str, asked: str) -> str:
@@ -60,9 +56,7 @@ def mask_key(entry: str, asked: str) -> str:
 
     The entry stands first: its masks go with it.
     """
-    if not _DOMAIN.fullmatch(entry):
-        raise ValueError(f"not a sha256 in lower-case hex: {entry!r}")
-    return f"{MASKS}{entry[:2]}/{entry}/{hashlib.sha256(asked.encode()).hexdigest()}.safetensors"
+    return f"{_below(MASKS, entry)}{hashlib.sha256(asked.encode()).hexdigest()}.safetensors"
 
 
 def writer_of(key: str) -> tuple[int, int] | None:
@@ -89,6 +83,12 @@ def entry_of(key: str) -> str | None:
 def batch_prefix(batch_id: Identifier) -> str:
     """What the keys of all of a batch's objects begin with."""
     return f"{BATCHES}{_part(batch_id)}/"
+
+
+def _below(prefix: str, sha256: str) -> str:
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"not a sha256 in lower-case hex: {sha256!r}")
+    return f"{prefix}{sha256[:2]}/{sha256}/"
 
 
 def _attempt(batch_id: Identifier, job_id: Identifier, attempt: int) -> str:

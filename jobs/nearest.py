@@ -123,6 +123,16 @@ class Nearest:
         self.similarity[rows] = np.take_along_axis(found, best, axis=1)
         self.point[rows] = np.take_along_axis(points, best, axis=1)
 
+    def link(self, hunt: Hunt, near: FloatArray, rows: IntArray, columns: IntArray) -> None:
+        """Add the hubs among `rows`; `near` are the similarities of clients `rows` to points `columns`."""
+        hub, client = hubs(near, hunt.floor, hunt.keep, hunt.cap)
+        if len(hub):
+            self.hubs.append((columns[client].astype(np.int32), rows[hub].astype(np.int32), near[hub, client]))
+
+    def sort_hubs(self) -> None:
+        """Put the hubs into an order of their own: what found them ran side by side, and ended in any order."""
+        self.hubs.sort(key=lambda links: int(links[1][0]))
+
     def floors(self, rows: IntArray, floor: float) -> FloatArray:
         """The similarity from which on a point would be among the nearest of these rows."""
         return np.asarray(np.maximum(self.similarity[rows, -1], np.float32(floor)), dtype=np.float32)
@@ -202,11 +212,8 @@ def exact(hunt: Hunt) -> Nearest:
         nearest.point[part, : order.shape[1]] = np.take_along_axis(column, order, axis=1)
         nearest.similarity[part, : order.shape[1]] = np.take_along_axis(value, order, axis=1)
         if hunt.own:
-            hub, client = hubs(near, hunt.floor, hunt.keep, hunt.cap)
-            if len(hub):
-                links = client.astype(np.int32), (hub + start).astype(np.int32), near[hub, client]
-                nearest.hubs.append(links)
+            nearest.link(hunt, near, part, np.arange(width))
 
     side_by_side(strip, range(0, rows, step))
-    nearest.hubs.sort(key=lambda links: int(links[1][0]))  # strips end in any order
+    nearest.sort_hubs()
     return nearest

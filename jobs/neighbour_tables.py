@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chorus_batch.jobs.curve import FloatArray
-from chorus_batch.jobs.nearest import NONE, Hunt, IdArray, IntArray, Nearest, ascending, hubs, strongest
+from chorus_batch.jobs.nearest import NONE, Hunt, IntArray, Nearest, ascending, strongest
 from chorus_batch.jobs.processors import side_by_side
 
 _AT_ONCE = 4_000_000  # similarities held at once (16 MB)
@@ -85,7 +85,6 @@ def _add_table(
         ends = np.cumsum([len(block) for block in blocks])
         place = np.searchsorted(ends, begins[cells.assigned(clients)], side="right")
         followers = _grouped(np.minimum(place, len(blocks) - 1), len(blocks))
-    found: dict[int, tuple[IdArray, IdArray, FloatArray]] = {}
 
     def compare(block: int) -> None:
         rows = followers[block]
@@ -97,13 +96,11 @@ def _add_table(
             near = hunt.compared(part, columns)
             column, value = strongest(near, nearest.floors(part, hunt.floor), hunt.keep)
             if hunt.own and not seed:
-                hub, client = hubs(near, hunt.floor, hunt.keep, hunt.cap)
-                if len(hub):
-                    found[block] = columns[client].astype(np.int32), part[hub].astype(np.int32), near[hub, client]
+                nearest.link(hunt, near, part, columns)
             nearest.merge(part, np.where(column >= 0, columns[column], -1).astype(np.int32), value)
 
     side_by_side(compare, range(len(blocks)))
-    nearest.hubs.extend(found[key] for key in sorted(found))
+    nearest.sort_hubs()
 
 
 def _ask_neighbors(hunt: Hunt, nearest: Nearest, circle: int) -> None:

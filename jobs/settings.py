@@ -50,9 +50,7 @@ class Settings:
     differ: str = "lexical"  # what tells how two prompts differ: lexical | llm:<folder of an instruct model>
     segmenter: str = "evidence"  # what finds where they differ: evidence | grounded:<GroundingDINO>,<SAM 2>
     attention_backend: str = ""  # of diffusers' dispatcher: native, flash, _flash_3, sage ...; empty: flash if it can
-    compile: bool = (
-        False  # the transformer's blocks by torch.compile; needs a C++ compiler, on a GPU triton and gcc too
-    )
+    compile: bool = False  # the blocks by torch.compile; needs a C++ compiler, on a GPU triton and gcc too
     # How workers behave; all in seconds.
     heartbeat_interval: float = 3.0
     lease: float = 30.0  # a worker silent for longer has lost its jobs
@@ -109,6 +107,11 @@ class Settings:
             return None
         dino, sam2 = self.segmenter.removeprefix("grounded:").split(",")
         return Path(dino.strip()).expanduser(), Path(sam2.strip()).expanduser()
+
+    @property
+    def differ_folder(self) -> Path | None:
+        """The language model's; None for the lexical differ."""
+        return None if self.differ == "lexical" else Path(self.differ.removeprefix("llm:").strip()).expanduser()
 
     def with_addresses(self, **addresses: str) -> Settings:
         """These settings with server addresses filled in."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
+from chorus_batch.jobs.cli import main
 from chorus_batch.jobs.database import connect, upgrade
 from chorus_batch.jobs.local import profile as local
 from chorus_batch.jobs.settings import Settings
@@ -88,6 +90,23 @@ def migrated_url(servers: Settings, _migrated_template: str) -> Iterator[str]:
 def store_settings(servers: Settings) -> Settings:
     """Settings whose bucket no other test uses; it doesn't exist yet."""
     return replace(servers, s3_bucket=f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Runs a command in this process: what it prints on stdout, or on stderr where another `code` than 0 is expected."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        assert (caught.value.code or 0) == code, err
+        return out if code == 0 else err
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sqlalchemy
@@ -245,12 +244,12 @@ def make_differ(settings: Settings, lexical: Differ, device: str) -> Differ:
 
     What a model answers is kept in the data folder, by the checksums of its files. Raises WeightsError.
     """
-    if settings.differ == "lexical":
+    folder = settings.differ_folder
+    if folder is None:
         return lexical
     from chorus_batch.chorus.answers import AnswerFile
     from chorus_batch.chorus.llm_differ import LlmDiffer, LocalModel
 
-    folder = Path(settings.differ.removeprefix("llm:").strip()).expanduser()
     model = LocalModel(folder, device=device)
     files = {path.name: path for path in folder.iterdir() if path.is_file()}
     fingerprint = combine(registry.memory(settings).of(files))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 
 from chorus_batch.jobs import control, garbage, keys, queue
-from chorus_batch.jobs.cli import main
 from chorus_batch.jobs.companion import worker_environment
 from chorus_batch.jobs.database import transaction
 from chorus_batch.workers import publisher
@@ -25,24 +24,14 @@ ENCODER = "a" * 64
 
 
 @pytest.fixture
-def gc(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Gc]:
+def gc(bench: Bench, monkeypatch: pytest.MonkeyPatch, command: Gc) -> Gc:
     """What the command prints, in the bench's database and bucket."""
     for name, value in worker_environment(bench.settings).items():
         if name.startswith("CHORUS_"):
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("CHORUS_PROFILE", "production")  # starts nothing
 
-    def run(*arguments: str, code: int = 0) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main(["storage", "gc", *arguments])
-        out, err = capsys.readouterr()
-        assert (caught.value.code or 0) == code, err
-        return out if code == 0 else err
-
-    before = signal.getsignal(signal.SIGTERM)
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return partial(command, "storage", "gc")
 
 
 def collected(bench: Bench, before: datetime | None = None) -> list[str]:
@@ -58,6 +47,21 @@ def put(bench: Bench, *wanted: str) -> set[str]:
     for key in wanted:
         bench.store.put(key, b"left behind", "application/octet-stream")
     return set(wanted)
+
+
+def stopped_halfway(bench: Bench, hire: Hire) -> tuple[int, str]:
+    """A batch of one job that a worker gave back after half of its steps, and the key of its checkpoint."""
+    batch = bench.submit(PROMPTS[:1])
+    worker = hire()
+    gate = worker.gate()
+    gate.close_at(PASSES // 2)
+    worker.start()
+    signalled(gate.reached, "half of the steps")
+    worker.runtime.stopping.set()
+    gate.open()
+    worker.stop()
+    (checkpoint,) = bench.keys("batches/")
+    return batch, checkpoint
 
 
 def test_orphans_go_and_what_is_needed_stays(bench: Bench, hire: Hire, gc: Gc) -> None:
@@ -104,16 +108,7 @@ def test_orphans_go_and_what_is_needed_stays(bench: Bench, hire: Hire, gc: Gc) -
 
 def test_a_running_jobs_objects_survive(bench: Bench, hire: Hire, gc: Gc, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it goes on from, and those that it has stored and not yet committed."""
-    batch = bench.submit(PROMPTS[:1])
-    first = hire()
-    gate = first.gate()
-    gate.close_at(PASSES // 2)
-    first.start()
-    signalled(gate.reached, "half of the steps")
-    first.runtime.stopping.set()
-    gate.open()
-    first.stop()
-    (checkpoint,) = bench.keys("batches/")
+    batch, checkpoint = stopped_halfway(bench, hire)
     gc("--yes", "--older-than", "0s")
     assert bench.keys("batches/") == {checkpoint}
     during: list[set[str]] = []
@@ -135,16 +130,7 @@ def test_a_running_jobs_objects_survive(bench: Bench, hire: Hire, gc: Gc, monkey
 
 
 def test_a_cancelled_jobs_checkpoint_goes(bench: Bench, hire: Hire, gc: Gc) -> None:
-    batch = bench.submit(PROMPTS[:1])
-    worker = hire()
-    gate = worker.gate()
-    gate.close_at(PASSES // 2)
-    worker.start()
-    signalled(gate.reached, "half of the steps")
-    worker.runtime.stopping.set()
-    gate.open()
-    worker.stop()
-    (checkpoint,) = bench.keys("batches/")
+    batch, checkpoint = stopped_halfway(bench, hire)
     control.cancel(bench.engine, batch)
     assert gc("-q", "--yes", "--older-than", "0s").split() == [checkpoint]
     assert bench.keys() == set()

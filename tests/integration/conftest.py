@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from sqlalchemy import Engine, text
 
 from chorus_batch.jobs import cache, leases
 from chorus_batch.jobs.claims import Claim, EntryRecord, GenerationRecord
-from chorus_batch.jobs.cli import main
 from chorus_batch.jobs.database import connect, transaction
 from chorus_batch.jobs.models import CacheResult
 from chorus_batch.jobs.settings import Settings
@@ -145,26 +143,13 @@ Program = Callable[..., str]
 
 
 @pytest.fixture
-def program(
-    servers: Settings, migrated_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Program]:
+def program(servers: Settings, migrated_url: str, monkeypatch: pytest.MonkeyPatch, command: Program) -> Program:
     """What a command prints, on this test's database."""
     for name in ("broker_url", "s3_endpoint", "s3_access_key", "s3_secret_key"):
         monkeypatch.setenv(f"CHORUS_{name.upper()}", getattr(servers, name))
     monkeypatch.setenv("CHORUS_PROFILE", "production")
     monkeypatch.setenv("CHORUS_DATABASE_URL", migrated_url)
-
-    def run(*arguments: str, code: int = 0) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        assert (caught.value.code or 0) == code, err
-        return out if code == 0 else err
-
-    before = signal.getsignal(signal.SIGTERM)
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return command
 
 
 def made(claim: Claim, **changes: object) -> GenerationRecord:

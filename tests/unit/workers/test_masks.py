@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +26,8 @@ COLOR = LexicalDiffer().compare(PROMPT, "a blue circle moves left")
 FRAMES = np.random.default_rng(0).integers(0, 256, (9, 32, 48, 3), dtype=np.uint8)
 
 
-def source(**changes: object) -> Source:
-    return replace(Source(PROMPT, None, lambda: Video(FRAMES, (3, 16, 24)), ENTRY), **changes)  # type: ignore[arg-type]
+def source(**changes: Any) -> Source:
+    return replace(Source(PROMPT, None, lambda: Video(FRAMES, (3, 16, 24)), ENTRY), **changes)
 
 
 class NoSegmenter:
@@ -43,7 +45,7 @@ def store(store_settings: Settings) -> Iterator[ObjectStore]:
 
 
 @pytest.fixture(scope="module")
-def grounded(grounded_folders) -> GroundedSegmenter:  # type: ignore[no-untyped-def]
+def grounded(grounded_folders: tuple[Path, Path]) -> GroundedSegmenter:
     return GroundedSegmenter(*grounded_folders)
 
 
@@ -69,7 +71,7 @@ def test_a_region_is_looked_for_once(grounded: GroundedSegmenter, store: ObjectS
     assert fetched is not None and fetched.origin == "store" and 0 < fetched.seconds < made.seconds
 
 
-def test_nothing_found_is_not_looked_for_again(grounded_folders, store: ObjectStore) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_found_is_not_looked_for_again(grounded_folders: tuple[Path, Path], store: ObjectStore) -> None:
     strict = GroundedSegmenter(*grounded_folders, threshold=1.0)
     assert StoredMasks(strict, store, MODELS).region(source(), COLOR) is None
     assert StoredMasks(NoSegmenter(), store, MODELS).region(source(), COLOR) is None
