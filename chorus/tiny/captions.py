@@ -43,6 +43,7 @@ MOTION_WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     "still": (("stays still", "staying still"), ("does not move", "standing still"), ("rests", "resting")),
     "bounce": (("bounces", "bouncing"), ("bounces up and down", "bouncing up and down"), ("hops", "hopping")),
 }
+SAY_SIZE = 0.35  # the share of captions that tell the object's size
 # {o} object with article, {n} object without, {v} verb, {p} participle, {b} background with article, {w} without.
 TEMPLATES = (
     "{o} {v} over {b} background",
@@ -76,7 +77,7 @@ def caption(
     rng: np.random.Generator,
     *,
     held_out: bool = False,
-    say_size: float = 0.35,
+    say_size: float = SAY_SIZE,
     drop_words: float = 0.0,
 ) -> str:
     """A random wording. `drop_words`: the share of captions that lose one word in ten or so."""

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from .blobs import Blob, find_blobs
-from .render import distance, offsets, pattern_amount, texture_darkness
+from .render import distance, offsets
 from .world import (
     BACKGROUNDS,
     COLOURS,
-    PATTERNS,
     SHAPES,
     SIZES,
-    TEXTURES,
     Scene,
     background_tone,
     colour_array,
@@ -31,6 +29,11 @@ from .world import (
 BORDER = 2  # pixels
 FOREGROUND = 0.2  # distance in RGB (0..1 a channel) from both of the background's tones and what lies between
 LEAST_EXTENT = 17.0  # pixels; the neighbours are smaller
+# True stripes and spots have .37 and .16 or more; blurred rims of plain objects come to .11.
+LEAST_DARK = 0.12
+# How much of the darkness's variance the rows explain: all of it in true stripes, at most .65 in spots.
+LEAST_ROWS = 0.7
+LEAST_TONE = 0.2  # of a background's second tone, on average; true patterns have half
 MOST_COVER = 0.65  # of the canvas: more is no object, but noise
 # Radii tried, in those of the same area: a ring drawn too thick is still a ring.
 SCALES = {"ring": (1.0, 0.92, 0.84, 0.77)}
@@ -83,7 +86,7 @@ def read_video(video: torch.Tensor) -> Reading:
         len(large),
         colour,
         shape,
-        _texture(pixels, main, colour, radius),
+        _texture(pixels, main, colour),
         _motion(main),
         _size(float(radius.mean())) if shape else None,
         _colour(pixels[torch.as_tensor(max(near, key=lambda b: b.extent).core)]) if near else None,
@@ -109,14 +112,23 @@ def _from_segment(pixels: torch.Tensor, start: np.ndarray, end: np.ndarray) -> t
 
 
 def _pattern(foreground: torch.Tensor, along: torch.Tensor) -> str:
-    """The pattern whose amount of the second tone fits best where no object is near."""
+    """Plain where little of the second tone is seen away from the objects; a gradient where the rows tell how much,
+    else checkered, wherever the cells' corners are."""
     near = torch.nn.functional.max_pool2d(foreground.float()[:, None], 5, 1, 2)[:, 0].amax(dim=0) > 0
-    if bool(near.all()):
+    seen = along.median(dim=0).values
+    if bool(near.all()) or float(seen[~near].mean()) < LEAST_TONE:
         return "plain"
-    seen = along.median(dim=0).values[~near]
-    canvas = along.shape[1]
-    errors = [float((seen - pattern_amount(p, canvas)[~near]).square().mean()) for p in PATTERNS]
-    return PATTERNS[int(np.argmin(errors))]
+    return "gradient" if _row_share(seen[None], ~near[None]) > LEAST_ROWS else "checkered"
+
+
+def _row_share(values: torch.Tensor, where: torch.Tensor) -> float:
+    """How much of the variance of values [n, h, w], in the places of a mask, the rows explain: 0..1."""
+    inside = where.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+    in_row = where.sum(dim=2, keepdim=True).clamp(min=1)
+    of_all = (values * where).sum(dim=(1, 2), keepdim=True) / inside
+    of_row = (values * where).sum(dim=2, keepdim=True) / in_row
+    left, whole = (((values - mean) * where).square().sum() for mean in (of_row, of_all))
+    return float(1 - left / whole.clamp(min=1e-9))
 
 
 def _colour(pixels: torch.Tensor) -> str | None:
@@ -162,26 +174,17 @@ def _unit_area(shape: str) -> float:
 UNIT_AREAS = {shape: _unit_area(shape) for shape in SHAPES}
 
 
-def _texture(pixels: torch.Tensor, blob: Blob, colour: str | None, radius: np.ndarray) -> str | None:
-    """Plain unless a share of the inside is dark; else what the darkness looks more like, drawn at the same place."""
-    if colour is None:
+def _texture(pixels: torch.Tensor, blob: Blob, colour: str | None) -> str | None:
+    """Plain unless a share of the inside is dark; striped where a pixel's row says how dark it is, else spotted. So
+    neither the bands' phase nor their width needs to be the renderer's."""
+    core = torch.as_tensor(blob.core[blob.present])
+    if colour is None or not bool(core.any()):
         return None
     bright = colour_array([colour], COLOURS)[0]
-    _, along = _from_segment(pixels, bright, dark_tone(bright[None])[0])
-    core, present = torch.as_tensor(blob.core), blob.present
-    if not bool(core[present].any()) or float((along[core] > 0.5).float().mean()) < 0.08:
-        return "plain" if bool(core[present].any()) else None
-    u, v = _offsets(blob)
-    r = torch.as_tensor(radius, dtype=torch.float32)[:, None, None]
-    inside = core[present]
-    seen = along[present][inside]
-    likeness = [_correlation(seen, texture_darkness(t, u, v, r)[inside]) for t in TEXTURES[1:]]
-    return TEXTURES[1 + int(np.argmax(likeness))]
-
-
-def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    return float((a * b).sum() / (a.norm() * b.norm() + 1e-9))
+    _, along = _from_segment(pixels[torch.as_tensor(blob.present)], bright, dark_tone(bright[None])[0])
+    if float((along[core] > 0.5).float().mean()) < LEAST_DARK:
+        return "plain"
+    return "striped" if _row_share(along, core) > LEAST_ROWS else "spotted"
 
 
 def _motion(blob: Blob) -> str | None:

@@ -5,9 +5,14 @@ It sees a latent frame, the one before it and their neighbourhood, so it is caus
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
+from ..errors import WeightsError
 from .codec import CHANNELS, PATCH, LinearCodec
 
 
@@ -47,6 +52,20 @@ class SharpCodec:
         """[n, 16, 1+k, h, w] -> [n, 3, 1+4k, 4h, 4w], about -1..1, not clipped."""
         video: torch.Tensor = torch.vmap(self.linear.decode)(latents)
         return video if self.detail is None else video + self.detail(latents)
+
+
+def load_codec(codec: Path, decoder: Path | None, device: str = "cpu") -> SharpCodec:
+    """The linear codec in the file `codec`, with the detail decoder in `decoder` if one is given. Raises
+    WeightsError."""
+    linear = LinearCodec(codec, device)
+    if decoder is None:
+        return SharpCodec(linear)
+    detail = DetailDecoder()
+    try:
+        detail.load_state_dict({name: value.float() for name, value in load_file(decoder).items()})
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise WeightsError(f"the decoder {decoder} can't be loaded: {error}") from error
+    return SharpCodec(linear, detail.eval().requires_grad_(False).to(device))
 
 
 def _pixels(channels: torch.Tensor, span: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Distillation(Training):
 
     shift: float = 5.0
     student_steps: int = 4
-    substeps: int = 4
+    substeps: int = 8  # the teacher's from noise to video, shared by length in sigma; at least two a stretch
     guidance: float = 2.5
     muon_lr: float = 0.004
     adam_lr: float = 4e-4
@@ -51,13 +51,13 @@ class Distiller(Trainer):
         self.teacher: Any = torch.compile(teacher, dynamic=False) if distillation.compile else teacher
         self.empty = self.text.encode_all([""])
 
-    def backward(self, size: int, seed: tuple[int, ...]) -> float:
+    def backward(self, size: int, canvas: int, seed: tuple[int, ...]) -> float:
         """Gradients along one walk of the student; returns the mean loss of its steps."""
         options, rng = self.training, np.random.default_rng(seed)
         scenes = draw_scenes(size, rng, options.curriculum)
         text = self.text.encode_all([caption(s, rng, drop_words=0.1) for s in scenes])
         generator = torch.Generator().manual_seed(hash((*seed, 2)) % 2**62)
-        shape = (size, 16, 3, options.canvas // 4, options.canvas // 4)
+        shape = (size, 16, 3, canvas // 4, canvas // 4)
         x = torch.randn(shape, generator=generator).to(options.device)
         sigmas = sigma_grid(options.student_steps, options.shift).to(options.device)
         total = 0.0
@@ -76,8 +76,9 @@ class Distiller(Trainer):
         options = self.training
         # Even in u, like the sampler's own grid, so that the last stretch is not one leap.
         u = [s / (options.shift - (options.shift - 1) * s) for s in (start, end)]
-        for i in range(options.substeps):
-            a, b = (u[0] + (u[1] - u[0]) * j / options.substeps for j in (i, i + 1))
+        count = max(2, round(options.substeps * float(start - end)))
+        for i in range(count):
+            a, b = (u[0] + (u[1] - u[0]) * j / count for j in (i, i + 1))
             now, then = (options.shift * p / (1 + (options.shift - 1) * p) for p in (a, b))
             x = x + (then - now) * guided(self.teacher, x, now.expand(len(x)), text, self.empty, options.guidance)
         return x

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from .captions import caption, plain_caption
+from .captions import SAY_SIZE, caption, plain_caption
 from .checker import Reading, read_videos, shares
 from .checkpoint import load_transformer
-from .codec import CHANNELS, PATCH, LinearCodec
-from .decoder import DetailDecoder, SharpCodec
+from .codec import CHANNELS, PATCH
+from .decoder import SharpCodec, load_codec
 from .features import SLOTS, BatchEncoder
 from .flow import sample
 from .sheet import save_sheet
@@ -30,10 +29,11 @@ STARTER = Curriculum(textured=0.0, patterned=0.0, neighbour=0.0, bounce=0.0, sta
 
 @dataclass(frozen=True)
 class Question:
-    """A scene and the words that ask for it."""
+    """A scene and the words that ask for it; `says_size`: whether they tell the object's size."""
 
     scene: Scene
     caption: str
+    says_size: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,10 @@ class Evaluation:
     readings: list[Reading]
 
     def shares(self) -> dict[str, float]:
-        """The share right in each attribute; see `checker.shares`."""
-        return shares(self.readings, [q.scene for q in self.questions])
+        """The share right in each attribute (see `checker.shares`); of size, where the caption tells it."""
+        result = shares(self.readings, [q.scene for q in self.questions])
+        said = [r.size == q.scene.size for q, r in zip(self.questions, self.readings, strict=True) if q.says_size]
+        return result | {"size": float(np.mean(said)) if said else math.nan}
 
 
 def draw_questions(suite: str, count: int, seed: int, curriculum: Curriculum | None = None) -> list[Question]:
@@ -54,8 +56,12 @@ def draw_questions(suite: str, count: int, seed: int, curriculum: Curriculum | N
     curriculum = STARTER if suite == "starter" else curriculum or Curriculum(held_out=suite == "combinations")
     scenes = draw_scenes(count, rng, curriculum)
     if suite == "starter":
-        return [Question(s, plain_caption(s, say_size=False)) for s in scenes]
-    return [Question(s, caption(s, rng, held_out=suite == "templates")) for s in scenes]
+        return [Question(s, plain_caption(s, say_size=False), says_size=False) for s in scenes]
+    said = rng.random(count) < SAY_SIZE
+    return [
+        Question(s, caption(s, rng, held_out=suite == "templates", say_size=float(say)), bool(say))
+        for s, say in zip(scenes, said, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,6 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def load_codec(codec: Path, decoder: Path | None, device: str = "cpu") -> SharpCodec:
-    """The linear codec in `codec`, with the detail decoder in `decoder` if one is given."""
-    if decoder is None:
-        return SharpCodec(LinearCodec(codec, device))
-    detail = DetailDecoder()
-    detail.load_state_dict({k: v.float() for k, v in load_file(decoder).items()})
-    return SharpCodec(LinearCodec(codec, device), detail.eval().requires_grad_(False).to(device))
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Checker scores of a model, one JSON line.")
@@ -151,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     sampling = Sampling(options.canvas, options.steps, options.guidance, options.shift, options.seed)
     evaluation = generator.evaluate(draw_questions(options.suite, options.count, options.seed), sampling, options.sheet)
-    scores = {k: round(v, 4) for k, v in evaluation.shares().items()}
+    scores = {k: round(v, 4) for k, v in evaluation.shares().items() if not math.isnan(v)}
     low, high = interval(scores["all"], options.count)
     print(json.dumps(scores | {"all_95": [round(low, 3), round(high, 3)], "count": options.count}))
 

@@ -1,4 +1,5 @@
-"""The built-in model: a small WanTransformer3DModel, a linear codec and two layers of MiniLM. Runs on any CPU."""
+"""The built-in model: a small WanTransformer3DModel, a linear codec with a detail decoder, and two layers of
+MiniLM. Runs on any CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ..config import GenerationSettings
 from ..errors import UnsupportedSettings, WeightsError
 from ..fingerprint import CHECKSUMS, combine, verify
 from . import text
-from .codec import CHANNELS, PATCH, LinearCodec
+from .codec import CHANNELS, PATCH
+from .decoder import load_codec
 
 KNOWN = "a red circle moves left over a black background"
 WEIGHTS = Path(__file__).parent / "weights"
@@ -35,7 +37,7 @@ class TinyModel:
         self._frames = list(card["frames"])
         self._device = device
         self.transformer: Any = wan.load_transformer(folder / "transformer", device)
-        self._codec = LinearCodec(folder / "codec.safetensors", device)
+        self._codec = load_codec(folder / "codec.safetensors", folder / "decoder.safetensors", device)
         self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
 
     def check(self, settings: GenerationSettings) -> None:
@@ -74,7 +76,7 @@ class TinyModel:
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pixels [F, H, W, 3] in 0..1 of latents [C, T, H, W]."""
-        video = self._codec.decode(latents.to(self._device, torch.float32))
+        video = self._codec.decode(latents.to(self._device, torch.float32)[None])[0]
         return ((video.clamp(-1, 1) + 1) / 2).permute(1, 2, 3, 0)
 
     def judge(self, prompt: str, frames: npt.NDArray[np.uint8]) -> dict[str, bool] | None:

@@ -12,7 +12,8 @@ import torch
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices only; everything else needs another optimizer."""
+    """For matrices, and for convolution kernels as matrices [out, in*rows*columns]; everything else needs another
+    optimizer."""
 
     def __init__(self, matrices: Iterable[torch.nn.Parameter], lr: float = 0.02, momentum: float = 0.95) -> None:
         """`lr` is in units of an orthogonal matrix, so about the same for every size."""
@@ -22,8 +23,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update; matrices of the same shape go together."""
         for group in self.param_groups:
-            for shape in sorted({tuple(p.shape) for p in group["params"]}):
-                self._update([p for p in group["params"] if p.shape == shape], group["lr"], group["momentum"])
+            for shape in sorted({_flat_shape(p) for p in group["params"]}):
+                self._update([p for p in group["params"] if _flat_shape(p) == shape], group["lr"], group["momentum"])
 
     def _update(self, matrices: list[torch.nn.Parameter], lr: float, keep: float) -> None:
         """One batch of matrices of the same shape."""
@@ -32,11 +33,15 @@ class Muon(torch.optim.Optimizer):
             gradient = matrix.grad if matrix.grad is not None else torch.zeros_like(matrix)
             momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
             momentum.lerp_(gradient, 1 - keep)
-            updates.append(gradient.lerp(momentum, keep))
-        rows, columns = matrices[0].shape
+            updates.append(gradient.lerp(momentum, keep).flatten(1))
+        rows, columns = updates[0].shape
         gain = max(1.0, rows / columns) ** 0.5
         for matrix, update in zip(matrices, orthogonalized(torch.stack(updates)), strict=True):
-            matrix.add_(update, alpha=-lr * gain)
+            matrix.add_(update.view_as(matrix), alpha=-lr * gain)
+
+
+def _flat_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.shape[0], parameter[0].numel()
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int = 4) -> torch.Tensor:

@@ -20,7 +20,8 @@ from .captions import caption
 from .checker import ATTRIBUTES, read_videos
 from .checkpoint import load_transformer
 from .codec import CHANNELS, PATCH
-from .evaluate import Generator, Question, Sampling, load_codec
+from .decoder import load_codec
+from .evaluate import Generator, Question, Sampling
 from .features import BatchEncoder
 from .flow import sigma_grid, walk
 from .world import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TEXTURES, Curriculum, Scene, draw_scenes, is_held_out

@@ -18,7 +18,8 @@ import torch
 
 from .checkpoint import load_checkpoint, load_transformer, save_checkpoint, save_transformer
 from .dataset import draw_batch
-from .evaluate import Generator, Sampling, draw_questions, load_codec
+from .decoder import load_codec
+from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
 from .flow import draw_sigmas, predict
 from .muon import Muon
@@ -35,6 +36,7 @@ class Training:
     codec: str
     decoder: str = ""  # the detail decoder, for contact sheets and scores
     canvas: int = 64
+    small_canvas: int = 0  # if any: every other batch is of this size, and of twice as many videos
     batch: int = 24
     steps: int = 100_000
     shift: float = 3.0
@@ -82,7 +84,7 @@ class Trainer:
         self.muon = Muon(self.matrices, lr=training.muon_lr)
         self.adam = torch.optim.AdamW(self.others, lr=training.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.step = 0
-        self.forward: Any = torch.compile(self.model) if training.compile else self.model
+        self.forward: Any = torch.compile(self.model, dynamic=False) if training.compile else self.model
         self.resume()
 
     def resume(self) -> None:
@@ -132,17 +134,18 @@ class Trainer:
     def train_step(self) -> float:
         """One batch over all processes; returns this process's loss."""
         training, processes = self.training, self.processes
-        loss = self.backward(training.batch // processes.count, (training.seed, processes.rank, self.step))
+        size, canvas = training.batch // processes.count, training.canvas
+        if training.small_canvas and self.step % 2:
+            size, canvas = 2 * size, training.small_canvas
+        loss = self.backward(size, canvas, (training.seed, processes.rank, self.step))
         processes.average_gradients(self.model.parameters())
         self.update()
         return loss
 
-    def backward(self, size: int, seed: tuple[int, ...]) -> float:
+    def backward(self, size: int, canvas: int, seed: tuple[int, ...]) -> float:
         """Gradients of the flow-matching loss on `size` fresh videos; returns the loss."""
         training = self.training
-        batch = draw_batch(
-            self.codec, size, training.canvas, seed, curriculum=training.curriculum, device=training.device
-        )
+        batch = draw_batch(self.codec, size, canvas, seed, curriculum=training.curriculum, device=training.device)
         generator = torch.Generator().manual_seed(hash((*seed, 1)) % 2**62)
         sigma = draw_sigmas(size, training.shift, generator).to(training.device)
         noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
