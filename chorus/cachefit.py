@@ -113,7 +113,8 @@ def _distances(values: Sequence[torch.Tensor]) -> npt.NDArray[np.float64]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    from .engine import BUILTIN, Engine
+    from .engine import Engine
+    from .model import BUILTIN
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=BUILTIN, help="the built-in model, or a folder in its layout")

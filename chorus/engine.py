@@ -39,7 +39,7 @@ from .errors import (
     WeightsError,
 )
 from .evidence import Recorder, Word, content_words, recorded_layers, recorded_steps
-from .model import VideoModel
+from .model import BUILTIN, VideoModel
 from .network import Network
 from .regions import widen
 from .request import Request, Result, Reuse, identity
@@ -47,7 +47,6 @@ from .schedule import make_scheduler, noise_levels
 from .stepcache import step_cache
 from .trace import Trace
 
-BUILTIN = "builtin"
 CACHED_TEXTS = 256
 
 
@@ -64,23 +63,26 @@ class Engine:
 
     @classmethod
     def load(cls, source: str | Path = BUILTIN, *, device: str = "cpu", threads: int | None = 1) -> Engine:
-        """Load the built-in model, or a folder in its layout, verifying the weights. Raises WeightsError.
+        """Load a built-in model by its name, or the one of a folder in its layout, verifying the weights. Raises
+        WeightsError.
 
         `threads` sets torch's number of CPU threads for the whole process (None leaves it alone): results depend on it
         in the last bit. One is the default, for the built-in model's matrices are small: on two cores that others use
         too, two threads wait for each other and were ten times slower; run two workers instead.
         """
         # Here, for the model's imports take seconds, and an engine may be given another model.
-        from .tiny.model import WEIGHTS, TinyModel
+        from .tiny.model import WEIGHTS, TinyModel, model_names
 
         if threads is not None:
             torch.set_num_threads(threads)
-        folder = WEIGHTS if str(source) == BUILTIN else Path(source)
-        if not folder.is_dir():
+        names = model_names()
+        if str(source) in names:
+            return cls(TinyModel(WEIGHTS, device, str(source)))
+        if not Path(source).is_dir():
             raise WeightsError(
-                f"{source} is neither a built-in model nor a folder", hint=f"the built-in one is {BUILTIN}"
+                f"{source} is neither a built-in model nor a folder", hint=f"built-in: {', '.join(names)}"
             )
-        return cls(TinyModel(folder, device))
+        return cls(TinyModel(Path(source), device))
 
     @property
     def fingerprint(self) -> str:

@@ -10,6 +10,8 @@ import torch
 
 from .config import GenerationSettings
 
+BUILTIN = "builtin"  # the model that comes with the program
+
 
 class VideoModel(Protocol):
     """A text-to-video model: a Wan transformer of diffusers with its text encoder and latent codec.

@@ -34,7 +34,7 @@ from .teacache import TeaCacheConfig, apply_teacache, config_for, remove_teacach
 # fmt: off
 MAGNITUDES: Mapping[str, tuple[float, ...]] = {
     # The built-in model, 50 steps.
-    "f5ca835b60ee": (
+    "99375039d54c": (
         1.0, 1.01632, 1.01408, 0.99337, 0.98853, 0.99992, 0.98395, 0.99688, 0.99011, 0.99154,
         0.99299, 0.98415, 0.99463, 0.98746, 0.99347, 0.99041, 0.99367, 0.98777, 0.99049, 0.99084,
         0.98735, 0.9913, 0.9876, 0.98955, 0.98829, 0.98562, 0.98952, 0.98615, 0.98401, 0.98733,

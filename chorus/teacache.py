@@ -54,7 +54,7 @@ WAN: Mapping[tuple[int, int], TeaCacheConfig] = {
 # Other models, by the first digits of their weights' fingerprint; polynomials printed by `cachefit`.
 FITTED: Mapping[str, TeaCacheConfig] = {
     # The built-in model, at its own 50 steps: 36 of 100 passes run.
-    "f5ca835b60ee": TeaCacheConfig((4632.03802, -1226.88363, 137.55237, -2.13711545, 0.0174089494), 0.05),
+    "99375039d54c": TeaCacheConfig((4632.03802, -1226.88363, 137.55237, -2.13711545, 0.0174089494), 0.05),
 }
 
 

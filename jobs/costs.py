@@ -74,9 +74,10 @@ def _ours(value: float) -> Range:
     return Range(value / 2, value, value * 2, _SHIPPED)
 
 
+BUILTIN_TOKENS = 192  # of a video of 64x64 pixels and 9 frames, which the following bytes are of
 BUILTIN = Costs(
     basis=f"{_SHIPPED}: too few jobs of this model were finished here",
-    tokens_per_step=192,
+    tokens_per_step=BUILTIN_TOKENS,
     region_share=Range(0.2, 0.5, 0.9, _SHIPPED),
     seconds_per_token=_ours(1.6e-4),
     beside={"miss": _ours(0.2), "semantic": _ours(0.2), "exact": _ours(0.02)},
@@ -285,8 +286,21 @@ def _entry_steps(connection: Connection, domain_id: int) -> list[float]:
 
 
 def shipped(card: ModelCard, parameters: Parameters) -> Costs:
-    """What is known of a model before its first run here: something of the built-in one, nothing of others."""
-    if card.name != "builtin" or parameters.step_cache != "none":
+    """What is known of a model before its first run here: something of the built-in ones, nothing of others."""
+    if card.weights is not None or parameters.step_cache != "none":
         return UNKNOWN
-    branches = _branches(parameters.guidance_scale > 1)
-    return replace(BUILTIN, tokens_per_step=(BUILTIN.tokens_per_step or 0) * branches)
+    tokens = ((parameters.frames - 1) // 4 + 1) * (parameters.height // 8) * (parameters.width // 8)
+    size = tokens / BUILTIN_TOKENS
+    return replace(
+        BUILTIN,
+        tokens_per_step=tokens * _branches(parameters.guidance_scale > 1),
+        video_bytes=_times(BUILTIN.video_bytes, size),
+        latents_bytes=_times(BUILTIN.latents_bytes, size),
+        entry_step_bytes=_times(BUILTIN.entry_step_bytes, size),
+    )
+
+
+def _times(figure: Range | None, factor: float) -> Range | None:
+    if figure is None:
+        return None
+    return Range(figure.low * factor, figure.expected * factor, figure.high * factor, figure.why)

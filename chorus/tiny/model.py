@@ -15,6 +15,7 @@ from .. import wan
 from ..config import GenerationSettings
 from ..errors import UnsupportedSettings, WeightsError
 from ..fingerprint import CHECKSUMS, combine, verify
+from ..model import BUILTIN
 from . import text
 from .codec import CHANNELS, PATCH
 from .decoder import load_codec
@@ -27,16 +28,16 @@ REPAIR = "reinstall the package: pip install --force-reinstall --no-deps chorus-
 class TinyModel:
     """The built-in model on one device, in float32. See `chorus.model.VideoModel` for what each method promises."""
 
-    def __init__(self, folder: Path = WEIGHTS, device: str = "cpu") -> None:
-        """Verifies every weight file, then loads. Raises WeightsError."""
+    def __init__(self, folder: Path = WEIGHTS, device: str = "cpu", name: str = BUILTIN) -> None:
+        """Verifies every weight file, then loads the transformer of that name. Raises WeightsError."""
         verify(folder, _listed(folder), REPAIR)
-        card = json.loads((folder / "model.json").read_text("utf-8"))
-        self.name: str = card["name"]
-        self.fingerprint = fingerprint(folder)
+        card = _described(folder)
+        self.name = name
+        self.fingerprint = fingerprint(folder, name)
         self._sizes = [tuple(size) for size in card["sizes"]]
         self._frames = list(card["frames"])
         self._device = device
-        self.transformer: Any = wan.load_transformer(folder / "transformer", device)
+        self.transformer: Any = wan.load_transformer(folder / card["transformers"][name], device)
         self._codec = load_codec(folder / "codec.safetensors", folder / "decoder.safetensors", device)
         self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
 
@@ -94,9 +95,24 @@ class TinyModel:
         return f"{self.name} knows its own small world only: prompts such as {KNOWN!r}"
 
 
-def fingerprint(folder: Path = WEIGHTS) -> str:
-    """sha256 over names and checksums of the weight files and of the text encoder's: what the model card must say."""
-    return combine(_listed(folder) | {f"minilm/{name}": value for name, value in text.CHECKSUMS.items()})
+def model_names(folder: Path = WEIGHTS) -> list[str]:
+    """The models in the folder: they share everything but the transformer. Raises WeightsError."""
+    return list(_described(folder)["transformers"])
+
+
+def fingerprint(folder: Path = WEIGHTS, name: str = BUILTIN) -> str:
+    """sha256 over names and checksums of the model's weight files and of the text encoder's: what its model card must
+    say. Raises WeightsError."""
+    others = tuple(f"{part}/" for other, part in _described(folder)["transformers"].items() if other != name)
+    own = {file: checksum for file, checksum in _listed(folder).items() if not file.startswith(others)}
+    return combine(own | {f"minilm/{file}": value for file, value in text.CHECKSUMS.items()})
+
+
+def _described(folder: Path) -> Any:
+    try:
+        return json.loads((folder / "model.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder / 'model.json'} can't be read: {error}", hint=REPAIR) from error
 
 
 def _listed(folder: Path) -> dict[str, str]:

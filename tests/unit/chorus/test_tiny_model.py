@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from chorus_batch.chorus.engine import Engine
@@ -45,7 +46,7 @@ def test_an_altered_file_is_named_before_anything_loads(folder: Path, name: str)
     assert "reinstall" in refused.value.hint
 
 
-@pytest.mark.parametrize("name", ["codec.safetensors", "transformer/config.json"])
+@pytest.mark.parametrize("name", ["codec.safetensors", "decoder.safetensors", "transformer/config.json"])
 def test_sealed_rubbish_is_refused_too(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"rubbish")
     seal(folder)
@@ -69,7 +70,30 @@ def test_other_weights_have_another_fingerprint(folder: Path) -> None:
     (folder / "stray.txt").unlink()
     with (folder / "codec.safetensors").open("ab") as codec:
         codec.write(b" ")
-    assert seal(folder) != fingerprint()
+    assert seal(folder) != {"builtin": fingerprint()}
+
+
+def test_models_of_one_folder_share_all_but_their_transformers(folder: Path) -> None:
+    shutil.copytree(folder / "transformer", folder / "student")
+    described = json.loads((folder / "model.json").read_text("utf-8"))
+    described["transformers"] = {"builtin": "transformer", "quick": "student"}
+    (folder / "model.json").write_text(json.dumps(described))
+    before = seal(folder)
+    assert list(before) == ["builtin", "quick"]
+    assert before["builtin"] != before["quick"]
+    weights = folder / "student" / "diffusion_pytorch_model.safetensors"
+    state = load_file(weights)
+    save_file({name: value + 1 for name, value in state.items()}, weights)
+    after = seal(folder)
+    assert after["builtin"] == before["builtin"]
+    assert after["quick"] != before["quick"]
+    quick = TinyModel(folder, name="quick")
+    assert (quick.name, quick.fingerprint) == ("quick", after["quick"])
+    bias = "proj_out.bias"
+    assert torch.equal(quick.transformer.state_dict()[bias], (state[bias] + 1).float())
+    with (folder / "codec.safetensors").open("ab") as codec:
+        codec.write(b" ")
+    assert all(value != after[name] for name, value in seal(folder).items())
 
 
 def test_text_features_are_minilms_second_layer() -> None:

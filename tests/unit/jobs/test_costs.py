@@ -8,6 +8,7 @@ import pytest
 
 from chorus_batch.jobs.cards.card import load_card
 from chorus_batch.jobs.costs import UNKNOWN, Made, Range, fitted, shipped
+from chorus_batch.jobs.weights import Weights
 
 CARD = load_card("builtin")
 PARAMETERS = CARD.defaults  # 64 x 64, 9 frames, 20 steps, guided
@@ -71,4 +72,11 @@ def test_only_the_built_in_model_ships_with_costs() -> None:
     ours = shipped(CARD, PARAMETERS)
     assert ours.seconds_per_token is not None and "shipped" in ours.basis
     assert shipped(CARD, replace(PARAMETERS, guidance_scale=1.0)).tokens_per_step == (ours.tokens_per_step or 0) / 2
-    assert shipped(replace(CARD, name="wan2.1-1.3b"), replace(PARAMETERS, model="wan2.1-1.3b")) is UNKNOWN
+    assert shipped(replace(CARD, weights=Weights("somewhere")), PARAMETERS) is UNKNOWN
+
+
+def test_shipped_costs_follow_the_size_of_the_video() -> None:
+    small, large = (shipped(CARD, replace(PARAMETERS, width=side, height=side)) for side in (64, 128))
+    assert (small.tokens_per_step, large.tokens_per_step) == (2 * 192, 2 * 768)
+    assert small.latents_bytes is not None and large.latents_bytes is not None
+    assert large.latents_bytes.expected == 4 * small.latents_bytes.expected
