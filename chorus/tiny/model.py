@@ -31,7 +31,7 @@ class TinyModel:
     def __init__(self, folder: Path = WEIGHTS, device: str = "cpu", name: str = BUILTIN) -> None:
         """Verifies every weight file, then loads the transformer of that name. Raises WeightsError."""
         verify(folder, _listed(folder), REPAIR)
-        card = _described(folder)
+        card = described(folder)
         self.name = name
         self.fingerprint = fingerprint(folder, name)
         self._sizes = [tuple(size) for size in card["sizes"]]
@@ -97,18 +97,19 @@ class TinyModel:
 
 def model_names(folder: Path = WEIGHTS) -> list[str]:
     """The models in the folder: they share everything but the transformer. Raises WeightsError."""
-    return list(_described(folder)["transformers"])
+    return list(described(folder)["transformers"])
 
 
 def fingerprint(folder: Path = WEIGHTS, name: str = BUILTIN) -> str:
     """sha256 over names and checksums of the model's weight files and of the text encoder's: what its model card must
     say. Raises WeightsError."""
-    others = tuple(f"{part}/" for other, part in _described(folder)["transformers"].items() if other != name)
+    others = tuple(f"{part}/" for other, part in described(folder)["transformers"].items() if other != name)
     own = {file: checksum for file, checksum in _listed(folder).items() if not file.startswith(others)}
     return combine(own | {f"minilm/{file}": value for file, value in text.CHECKSUMS.items()})
 
 
-def _described(folder: Path) -> Any:
+def described(folder: Path = WEIGHTS) -> Any:
+    """What `model.json` says. Raises WeightsError."""
     try:
         return json.loads((folder / "model.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
