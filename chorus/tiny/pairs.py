@@ -7,8 +7,9 @@ K1 steps and walks the rest alone, without any repair: the yardstick for everyth
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from .checkpoint import load_transformer
 from .codec import CHANNELS, PATCH
 from .decoder import load_codec
 from .evaluate import Generator, Question, Sampling
-from .features import BatchEncoder
+from .features import SLOTS, BatchEncoder
 from .flow import sigma_grid, walk
+from .model import WEIGHTS
 from .world import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TEXTURES, Curriculum, Scene, draw_scenes, is_held_out
 
 KINDS = {
@@ -71,11 +73,19 @@ def _changed(scene: Scene, kind: str, rng: np.random.Generator) -> Scene:
             return replace(scene, **changes)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Whether a target's video is right in the attribute that differs, and in all others of the five."""
+
+    changed: bool
+    kept: bool
+
+
 @torch.no_grad()
-def reuse_shares(
+def reuse(
     generator: Generator, pairs: Sequence[Pair], sampling: Sampling, depths: Sequence[int]
-) -> dict[int, dict[str, float]]:
-    """By K1: the share of targets right in the changed attribute, in the other four, and in all five."""
+) -> dict[int, list[Outcome]]:
+    """By K1: the outcome of each pair."""
     side = sampling.canvas // PATCH
     noise = torch.randn(len(pairs), CHANNELS, 3, side, side, generator=torch.Generator().manual_seed(sampling.seed)).to(
         generator.encoder.device
@@ -86,35 +96,47 @@ def reuse_shares(
     )
     sigmas = sigma_grid(sampling.steps, sampling.shift)
     path = walk(generator.model, noise, sources, empty, sigmas, sampling.guidance)
-    shares = {}
+    outcomes = {}
     for depth in depths:
         latents = walk(generator.model, path[depth], targets, empty, sigmas[depth:], sampling.guidance)[-1]
         readings = read_videos(generator.codec.decode(latents))
-        agreed = [r.agrees(p.target.scene) for r, p in zip(readings, pairs, strict=True)]
-        shares[depth] = _shares(agreed, [p.kind for p in pairs])
-    return shares
+        outcomes[depth] = [_outcome(r.agrees(p.target.scene), p.kind) for r, p in zip(readings, pairs, strict=True)]
+    return outcomes
 
 
-def _shares(agreed: Sequence[dict[str, bool]], kinds: Sequence[str]) -> dict[str, float]:
-    five = ATTRIBUTES[:5]
-    changed = [a[k] for a, k in zip(agreed, kinds, strict=True)]
-    kept = [all(a[n] for n in five if n != k) for a, k in zip(agreed, kinds, strict=True)]
+def _outcome(agreed: dict[str, bool], kind: str) -> Outcome:
+    return Outcome(agreed[kind], all(agreed[name] for name in ATTRIBUTES[:5] if name != kind))
+
+
+def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The share of targets right in the changed attribute, in the other four, and in all five."""
     return {
-        "changed": float(np.mean(changed)),
-        "kept": float(np.mean(kept)),
-        "all": float(np.mean([a and b for a, b in zip(changed, kept, strict=True)])),
+        "changed": float(np.mean([o.changed for o in outcomes])),
+        "kept": float(np.mean([o.kept for o in outcomes])),
+        "all": float(np.mean([o.changed and o.kept for o in outcomes])),
     }
 
 
+def deepest(outcomes: Mapping[int, Sequence[Outcome]], tolerance: float) -> int:
+    """The largest K1 up to which no depth loses more than `tolerance` of what the shallowest gets all right."""
+    depths = sorted(outcomes)
+    right = {depth: shares(outcomes[depth])["all"] for depth in depths}
+    fine = itertools.takewhile(lambda depth: right[depth] >= right[depths[0]] - tolerance - 1e-9, depths)
+    return max(fine)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """The command: a JSON line for each kind and depth."""
+    """The command: a JSON line for each kind and depth, then the depth that the first half of the pairs would choose
+    and what it gets right in the other half."""
     parser = argparse.ArgumentParser(description="Accuracy against reused steps, by kind of difference.")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--codec", type=Path, required=True)
-    parser.add_argument("--decoder", type=Path)
+    parser.add_argument("--model", type=Path, default=WEIGHTS / "transformer")
+    parser.add_argument("--codec", type=Path, default=WEIGHTS / "codec.safetensors")
+    parser.add_argument("--decoder", type=Path, default=WEIGHTS / "decoder.safetensors")
+    parser.add_argument("--text-slots", type=int, default=SLOTS, help="as the model was trained")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 4, 8, 12, 14, 16])
     parser.add_argument("--count", type=int, default=32, help="pairs of each kind")
+    parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--canvas", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=2.5)
@@ -123,13 +145,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    generator = Generator(load_transformer(options.model), load_codec(options.codec, options.decoder), BatchEncoder())
+    encoder = BatchEncoder(slots=options.text_slots)
+    generator = Generator(load_transformer(options.model), load_codec(options.codec, options.decoder), encoder)
     sampling = Sampling(options.canvas, options.steps, options.guidance, options.shift, options.seed)
     for kind in options.kinds:
-        shares = reuse_shares(generator, draw_pairs(kind, options.count, options.seed), sampling, options.depths)
-        for depth, row in shares.items():
-            rounded = {name: round(value, 3) for name, value in row.items()}
-            print(json.dumps({"kind": kind, "k1": depth} | rounded | {"count": options.count}), flush=True)
+        outcomes = reuse(generator, draw_pairs(kind, options.count, options.seed), sampling, options.depths)
+        for depth, found in outcomes.items():
+            _print({"kind": kind, "k1": depth}, found)
+        chosen = deepest({depth: found[::2] for depth, found in outcomes.items()}, options.tolerance)
+        _print({"kind": kind, "chosen": chosen, "half": "the other"}, outcomes[chosen][1::2])
+
+
+def _print(what: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    rounded = {name: round(value, 3) for name, value in shares(outcomes).items()}
+    print(json.dumps(what | rounded | {"count": len(outcomes)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_question
 from chorus_batch.chorus.tiny.features import BatchEncoder
 from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized
-from chorus_batch.chorus.tiny.pairs import KINDS, draw_pairs, reuse_shares
+from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
 from chorus_batch.chorus.tiny.train import Trainer, Training, parse, split_parameters
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
@@ -214,8 +214,15 @@ def test_reusing_no_step_is_plain_generation(small: Path, codec: SharpCodec) -> 
     generator = Generator(load_transformer(small), codec, BatchEncoder())
     sampling = Sampling(steps=2, guidance=1.0, seed=5)
     pairs = draw_pairs("colour", 2, 0)
-    shares = reuse_shares(generator, pairs, sampling, [0, 2])
+    outcomes = reuse(generator, pairs, sampling, [0, 2])
     plain = generator.evaluate([p.target for p in pairs], sampling).shares()
-    assert shares[0]["changed"] == plain["colour"]
-    assert shares[0]["all"] == plain["all"]
-    assert set(shares) == {0, 2}
+    assert shares(outcomes[0])["changed"] == plain["colour"]
+    assert shares(outcomes[0])["all"] == plain["all"]
+    assert set(outcomes) == {0, 2}
+
+
+def test_the_deepest_reuse_is_the_last_before_the_loss() -> None:
+    fine, wrong = Outcome(changed=True, kept=True), Outcome(changed=False, kept=True)
+    outcomes = {0: [fine] * 10, 4: [fine] * 9 + [wrong], 8: [fine] * 8 + [wrong] * 2, 12: [fine] * 10}
+    assert [deepest(outcomes, tolerance) for tolerance in (0.0, 0.1, 0.2)] == [0, 4, 12]
+    assert shares(outcomes[8]) == {"changed": 0.8, "kept": 1.0, "all": 0.8}
