@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .captions import caption
-from .checker import ATTRIBUTES, read_videos
+from .checker import ATTRIBUTES, Reading, read_videos
 from .checkpoint import load_transformer
 from .codec import CHANNELS, PATCH
 from .decoder import load_codec
@@ -100,11 +100,13 @@ def reuse(
     for depth in depths:
         latents = walk(generator.model, path[depth], targets, empty, sigmas[depth:], sampling.guidance)[-1]
         readings = read_videos(generator.codec.decode(latents))
-        outcomes[depth] = [_outcome(r.agrees(p.target.scene), p.kind) for r, p in zip(readings, pairs, strict=True)]
+        outcomes[depth] = [outcome_of(r, p) for r, p in zip(readings, pairs, strict=True)]
     return outcomes
 
 
-def _outcome(agreed: dict[str, bool], kind: str) -> Outcome:
+def outcome_of(reading: Reading, pair: Pair) -> Outcome:
+    """What a reading of the target's video says."""
+    agreed, kind = reading.agrees(pair.target.scene), pair.kind
     return Outcome(agreed[kind], all(agreed[name] for name in ATTRIBUTES[:5] if name != kind))
 
 

@@ -1,0 +1,184 @@
+"""How deep the built-in model's latents may be reused, by kind of difference: what a model card's tables come from.
+
+    uv run --extra dev python -m tests.bench.boundaries run out.jsonl [--pairs 40] [--size 128] [--part 0/2]
+    uv run --extra dev python -m tests.bench.boundaries read out.jsonl [more.jsonl] [--tolerance 0.02]
+
+`run` takes pairs of prompts that differ in one attribute and makes, with the engine and the policy that workers use, the
+target in full and in each arm `K1-K2-gain` from its source's latents. It goes on where the file ends. `read` prints what
+each arm computes and gets right, picks on every other pair the cheapest arm that loses no more than the tolerance
+against full computation, and reports that arm on the pairs left, beside stage 1 alone at the depth of `--nirvana`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chorus_batch.chorus.config import GenerationSettings
+from chorus_batch.chorus.differ import LexicalDiffer, LexicalSettings
+from chorus_batch.chorus.engine import Engine
+from chorus_batch.chorus.gains import Gains
+from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
+from chorus_batch.chorus.regions import RegionSettings
+from chorus_batch.chorus.request import Request, Result
+from chorus_batch.chorus.segment import EvidenceSegmenter, Source
+from chorus_batch.chorus.stages import Boundaries
+from chorus_batch.chorus.tiny.checker import read_video
+from chorus_batch.chorus.tiny.pairs import KINDS, Pair, draw_pairs, outcome_of
+from chorus_batch.jobs.cards.card import load_card
+
+ARMS = ("6-6-1", "8-8-1", "8-8-2", "10-10-1", "10-10-2", "12-12-1", "12-12-2", "14-14-1", "8-12-1", "8-12-2", "12-16-1")
+FULL = "full"
+MATCH = 0.8  # the gains' strength depends on it; the tables are asked at no other
+
+
+@dataclass(frozen=True)
+class Record:
+    """One target in one arm: right in the attribute that differs, in the other four, and the share of tokens."""
+
+    kind: str
+    pair: int
+    arm: str
+    changed: bool
+    kept: bool
+    tokens: float
+
+    @property
+    def right(self) -> bool:
+        return self.changed and self.kept
+
+
+def policy_of(arm: str, settings: GenerationSettings) -> ReusePolicy:
+    """The workers' policy, with this arm for every difference."""
+    k1, k2, gain = arm.split("-")
+    card = load_card("builtin")
+    return ReusePolicy(
+        Policy.chorus,
+        Boundaries.parse({settings.steps: [[0.0, int(k1), int(k2)]]}, settings.shift),
+        Gains(float(gain), 1.0, 1.0, 0.0),
+        RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
+        LexicalDiffer(LexicalSettings(synonyms=card.synonyms)),
+        EvidenceSegmenter(),
+    )
+
+
+def answer(engine: Engine, pair: Pair, number: int, settings: GenerationSettings, arms: Sequence[str]) -> list[Record]:
+    """The target in full, and in every arm."""
+    first, second = (
+        Request(question.caption, 10_000 + 2 * number + place, settings, "study")
+        for place, question in enumerate((pair.source, pair.target))
+    )
+    source = engine.generate(first, keep=frozenset(range(1, settings.steps)), evidence=True)
+    candidate = Candidate(0, MATCH, Source(first.prompt, source.evidence), source.trajectory)
+    offsets = engine.model.token_offsets(second.prompt)
+    records = [judged(engine, pair, number, FULL, engine.generate(second))]
+    for arm in arms:
+        decision = policy_of(arm, settings).decide(second.prompt, offsets, settings, "study", candidate)
+        records.append(judged(engine, pair, number, arm, engine.generate(second, decision.reuse)))
+    return records
+
+
+def judged(engine: Engine, pair: Pair, number: int, arm: str, result: Result) -> Record:
+    frames = torch.from_numpy(engine.decode(result.latents)).permute(3, 0, 1, 2).float() / 127.5 - 1
+    outcome = outcome_of(read_video(frames), pair)
+    share = result.trace.tokens_computed / result.trace.tokens_total
+    return Record(pair.kind, number, arm, outcome.changed, outcome.kept, round(share, 4))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Answers every pair of this part that the file lacks."""
+    card, known = load_card("builtin"), set[tuple[str, int]]()
+    if options.out.exists():
+        known = {(record.kind, record.pair) for record in read([options.out])}
+    defaults = card.defaults
+    settings = GenerationSettings(
+        width=options.size,
+        height=options.size,
+        frames=defaults.frames,
+        fps=defaults.fps,
+        steps=options.steps,
+        guidance_scale=defaults.guidance_scale,
+        shift=defaults.shift,
+    )
+    engine = Engine.load(options.model)
+    part, parts = map(int, options.part.split("/"))
+    pairs = {kind: draw_pairs(kind, options.pairs, options.seed) for kind in options.kinds}
+    with options.out.open("a") as file:
+        for number in range(part, options.pairs, parts):
+            for kind in options.kinds:
+                if (kind, number) not in known:
+                    for record in answer(engine, pairs[kind][number], number, settings, options.arms):
+                        file.write(json.dumps(asdict(record)) + "\n")
+                    file.flush()
+
+
+def read(paths: Iterable[Path]) -> list[Record]:
+    return [Record(**json.loads(line)) for path in paths for line in path.read_text().splitlines()]
+
+
+def report(records: Sequence[Record], tolerance: float, nirvana: str) -> None:
+    """A table of all arms by kind, then the arms chosen on even pairs with what they reach on odd ones."""
+    by_arm: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        by_arm[record.kind, record.arm].append(record)
+    print(f"{'kind':<11} {'arm':<9} {'pairs':>5} {'tokens':>6} {'changed':>7} {'kept':>6} {'all':>6}")
+    for (kind, arm), found in by_arm.items():
+        line(kind, arm, found)
+    print("\nchosen on even pairs, reported on odd ones")
+    chosen: list[Record] = []
+    kinds = list(dict.fromkeys(kind for kind, _ in by_arm))
+    for kind in kinds:
+        arms = {arm: found for (own, arm), found in by_arm.items() if own == kind}
+        arm = cheapest({name: [r for r in found if r.pair % 2 == 0] for name, found in arms.items()}, tolerance)
+        line(kind, arm, odd := [r for r in arms[arm] if r.pair % 2])
+        chosen += odd
+    line("together", "chosen", chosen)
+    for arm in (nirvana, FULL):
+        line("together", arm, [r for kind in kinds for r in by_arm[kind, arm] if r.pair % 2])
+
+
+def line(kind: str, arm: str, records: Sequence[Record]) -> None:
+    shares = [float(np.mean([getattr(r, name) for r in records])) for name in ("tokens", "changed", "kept", "right")]
+    print(f"{kind:<11} {arm:<9} {len(records):>5} " + " ".join(f"{share:6.3f}" for share in shares))
+
+
+def cheapest(arms: dict[str, list[Record]], tolerance: float) -> str:
+    """The arm of the fewest tokens that is right as often as full computation, less the tolerance."""
+    right, tokens = ({arm: np.mean([getattr(r, name) for r in found]) for arm, found in arms.items()}
+                     for name in ("right", "tokens"))  # fmt: skip
+    return min((arm for arm in arms if right[arm] >= right[FULL] - tolerance), key=lambda arm: float(tokens[arm]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run")
+    runs.add_argument("out", type=Path)
+    runs.add_argument("--model", default="builtin")
+    runs.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    runs.add_argument("--arms", nargs="+", default=list(ARMS))
+    runs.add_argument("--pairs", type=int, default=40)
+    runs.add_argument("--size", type=int, default=64)
+    runs.add_argument("--steps", type=int, default=20)
+    runs.add_argument("--seed", type=int, default=3000)
+    runs.add_argument("--part", default="0/1", help="which of how many processes this is, each with a file of its own")
+    reads = commands.add_parser("read")
+    reads.add_argument("files", type=Path, nargs="+")
+    reads.add_argument("--tolerance", type=float, default=0.02)
+    reads.add_argument("--nirvana", default="8-8-1", help="the arm to stand for stage 1 alone")
+    options = parser.parse_args()
+    if options.command == "run":
+        run(options)
+    else:
+        report(read(options.files), options.tolerance, options.nirvana)
+
+
+if __name__ == "__main__":
+    main()
