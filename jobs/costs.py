@@ -39,6 +39,13 @@ class Range:
         return cls(float(low), float(middle), float(high), why)
 
 
+def times(figure: Range | None, factor: float | None) -> Range | None:
+    """A figure of so many; None of what isn't known."""
+    if figure is None or factor is None:
+        return None
+    return Range(figure.low * factor, figure.expected * factor, figure.high * factor, figure.why)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Of one domain. None: nothing is known, and nothing is invented.
@@ -294,13 +301,7 @@ def shipped(card: ModelCard, parameters: Parameters) -> Costs:
     return replace(
         BUILTIN,
         tokens_per_step=tokens * _branches(parameters.guidance_scale > 1),
-        video_bytes=_times(BUILTIN.video_bytes, size),
-        latents_bytes=_times(BUILTIN.latents_bytes, size),
-        entry_step_bytes=_times(BUILTIN.entry_step_bytes, size),
+        video_bytes=times(BUILTIN.video_bytes, size),
+        latents_bytes=times(BUILTIN.latents_bytes, size),
+        entry_step_bytes=times(BUILTIN.entry_step_bytes, size),
     )
-
-
-def _times(figure: Range | None, factor: float) -> Range | None:
-    if figure is None:
-        return None
-    return Range(figure.low * factor, figure.expected * factor, figure.high * factor, figure.why)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chorus_batch.jobs import plan as planning
-from chorus_batch.jobs.costs import Costs, Range
+from chorus_batch.jobs.costs import Costs, Range, times
 from chorus_batch.jobs.depth import Depths
 from chorus_batch.jobs.nearest import IntArray
 from chorus_batch.jobs.simulation import PlannedJob, simulate
@@ -105,7 +105,7 @@ def forecast(work: Work, costs: Sequence[Costs], *, workers: int = 1, gpu_price:
         "gpu_hours": gpu,
         "wall_seconds": _wall(work, linked, seconds, workers, _why(costs)),
         **_storage(work, linked, hits, costs),
-        "cost": _times(gpu, gpu_price),
+        "cost": times(gpu, gpu_price),
     }
     followers = (work.role == planning.FOLLOWER) & ~work.made_before
     return Forecast(
@@ -156,12 +156,6 @@ def _range(values: Mapping[str, float | None], why: str) -> Range | None:
     if low is None or expected is None or high is None:
         return None
     return Range(low, expected, high, why)
-
-
-def _times(figure: Range | None, factor: float | None) -> Range | None:
-    if figure is None or factor is None:
-        return None
-    return Range(figure.low * factor, figure.expected * factor, figure.high * factor, figure.why)
 
 
 def _rows(work: Work, domain: int) -> Bools:

@@ -93,6 +93,11 @@ def read_video(video: torch.Tensor) -> Reading:
     )
 
 
+def read_frames(frames: np.ndarray) -> Reading:
+    """The reading of one video as it is stored, uint8 [frames, canvas, canvas, 3]."""
+    return read_video(torch.tensor(frames).permute(3, 0, 1, 2) / 127.5 - 1)
+
+
 def _background(pixels: torch.Tensor) -> str:
     """The vote of the border's pixels."""
     inner = torch.ones(pixels.shape[1:3], dtype=torch.bool)

@@ -49,6 +49,10 @@ class Evaluation:
         said = [r.size == q.scene.size for q, r in zip(self.questions, self.readings, strict=True) if q.says_size]
         return result | {"size": float(np.mean(said)) if said else math.nan}
 
+    def scores(self) -> dict[str, float]:
+        """The shares to report: rounded, and without what no caption told."""
+        return {name: round(share, 4) for name, share in self.shares().items() if not math.isnan(share)}
+
 
 def draw_questions(suite: str, count: int, seed: int, curriculum: Curriculum | None = None) -> list[Question]:
     """Scenes and captions from seeds that training does not use; two of the suites ask for what it held out."""
@@ -148,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     sampling = Sampling(options.canvas, options.steps, options.guidance, options.shift, options.seed)
     evaluation = generator.evaluate(draw_questions(options.suite, options.count, options.seed), sampling, options.sheet)
-    scores = {k: round(v, 4) for k, v in evaluation.shares().items() if not math.isnan(v)}
+    scores = evaluation.scores()
     low, high = interval(scores["all"], options.count)
     print(json.dumps(scores | {"all_95": [round(low, 3), round(high, 3)], "count": options.count}))
 

@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
 
 from .captions import MOTION_WORDS, PATTERN_WORDS, SHAPE_WORDS, SIZE_WORDS, TEXTURE_WORDS
-from .checker import read_video
+from .checker import read_frames
 from .world import BACKGROUNDS, COLOURS
 
 
@@ -70,7 +69,7 @@ def judge(prompt: str, frames: np.ndarray) -> dict[str, bool] | None:
         return None
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or frames.shape[1] != frames.shape[2]:
         raise ValueError(f"frames are uint8 [F, H, H, 3], not {frames.dtype} {list(frames.shape)}")
-    seen = read_video(torch.tensor(frames).permute(3, 0, 1, 2) / 127.5 - 1)
+    seen = read_frames(frames)
     return {attribute: getattr(seen, attribute) == value for attribute, value in wanted.items()}
 
 

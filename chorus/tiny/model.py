@@ -33,11 +33,11 @@ class TinyModel:
         verify(folder, _listed(folder), REPAIR)
         card = described(folder)
         self.name = name
+        self.transformer: Any = wan.load_transformer(transformer_folder(folder, name), device)
         self.fingerprint = fingerprint(folder, name)
         self._sizes = [tuple(size) for size in card["sizes"]]
         self._frames = list(card["frames"])
         self._device = device
-        self.transformer: Any = wan.load_transformer(folder / card["transformers"][name], device)
         self._codec = load_codec(folder / "codec.safetensors", folder / "decoder.safetensors", device)
         self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
 
@@ -100,6 +100,14 @@ def model_names(folder: Path = WEIGHTS) -> list[str]:
     return list(described(folder)["transformers"])
 
 
+def transformer_folder(folder: Path = WEIGHTS, name: str = BUILTIN) -> Path:
+    """Where the transformer of that model lies. Raises WeightsError."""
+    known = described(folder)["transformers"]
+    if name not in known:
+        raise WeightsError(f"{folder} has no model {name!r}", hint=f"it has {', '.join(known)}")
+    return folder / str(known[name])
+
+
 def fingerprint(folder: Path = WEIGHTS, name: str = BUILTIN) -> str:
     """sha256 over names and checksums of the model's weight files and of the text encoder's: what its model card must
     say. Raises WeightsError."""
@@ -111,9 +119,12 @@ def fingerprint(folder: Path = WEIGHTS, name: str = BUILTIN) -> str:
 def described(folder: Path = WEIGHTS) -> Any:
     """What `model.json` says. Raises WeightsError."""
     try:
-        return json.loads((folder / "model.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads((folder / "model.json").read_text("utf-8"))
+        if not isinstance(found.get("transformers"), dict):
+            raise ValueError("it names no transformers")
+    except (OSError, ValueError, AttributeError) as error:
         raise WeightsError(f"{folder / 'model.json'} can't be read: {error}", hint=REPAIR) from error
+    return found
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ torch.optim.Muon orthogonalises in bfloat16, which is twenty times slower on pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,6 +38,26 @@ class Muon(torch.optim.Optimizer):
         gain = max(1.0, rows / columns) ** 0.5
         for matrix, update in zip(matrices, orthogonalized(torch.stack(updates)), strict=True):
             matrix.add_(update.view_as(matrix), alpha=-lr * gain)
+
+
+def split_parameters(
+    model: torch.nn.Module, is_matrix: Callable[[str, torch.nn.Parameter], bool]
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Muon's share of a model's parameters, by their names, and what is left for another optimizer."""
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if is_matrix(name, parameter) else others).append(parameter)
+    return matrices, others
+
+
+def step_all(optimizers: Iterable[tuple[torch.optim.Optimizer, float]], factor: float) -> None:
+    """One step of each (optimizer, full rate) at `factor` of its rate; the gradients are used up."""
+    for optimizer, rate in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _flat_shape(parameter: torch.Tensor) -> tuple[int, int]:

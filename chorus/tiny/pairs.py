@@ -128,8 +128,8 @@ def deepest(outcomes: Mapping[int, Sequence[Outcome]], tolerance: float) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command: a JSON line for each kind and depth, then the depth that the first half of the pairs would choose
-    and what it gets right in the other half."""
+    """The command: a JSON line for each kind and depth, then the depth that every other pair would
+    choose and what it gets right in the pairs left."""
     parser = argparse.ArgumentParser(description="Accuracy against reused steps, by kind of difference.")
     parser.add_argument("--model", type=Path, default=WEIGHTS / "transformer")
     parser.add_argument("--codec", type=Path, default=WEIGHTS / "codec.safetensors")
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         for depth, found in outcomes.items():
             _print({"kind": kind, "k1": depth}, found)
         chosen = deepest({depth: found[::2] for depth, found in outcomes.items()}, options.tolerance)
-        _print({"kind": kind, "chosen": chosen, "half": "the other"}, outcomes[chosen][1::2])
+        _print({"kind": kind, "chosen": chosen, "pairs": "left"}, outcomes[chosen][1::2])
 
 
 def _print(what: dict[str, Any], outcomes: Sequence[Outcome]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from .checkpoint import load_transformer
 from .decoder import load_codec
 from .evaluate import Generator, Sampling, draw_questions, interval
 from .features import BatchEncoder
-from .model import WEIGHTS, described
+from .model import WEIGHTS, described, transformer_folder
 
 SCORES = Path(__file__).with_name("scores.json")
 
@@ -39,34 +38,33 @@ class Case:
     shares: Mapping[str, float]
 
 
-def read_cases(path: Path = SCORES) -> list[Case]:
+def read_cases(path: Path) -> list[Case]:
     """The cases with their recorded shares."""
     return [Case(**case) for case in json.loads(path.read_text("utf-8"))]
 
 
 def measure(case: Case) -> dict[str, float]:
     """The shares that the shipped weights reach now. Raises WeightsError."""
-    shipped = described(WEIGHTS)
     generator = Generator(
-        load_transformer(WEIGHTS / shipped["transformers"][case.model]),
+        load_transformer(transformer_folder(WEIGHTS, case.model)),
         load_codec(WEIGHTS / "codec.safetensors", WEIGHTS / "decoder.safetensors"),
-        BatchEncoder(slots=shipped["text_slots"]),
+        BatchEncoder(slots=described(WEIGHTS)["text_slots"]),
     )
     sampling = Sampling(case.canvas, case.steps, case.guidance, case.shift, case.seed)
-    shares = generator.evaluate(draw_questions(case.suite, case.count, case.seed), sampling).shares()
-    return {name: round(share, 4) for name, share in shares.items() if not math.isnan(share)}
+    return generator.evaluate(draw_questions(case.suite, case.count, case.seed), sampling).scores()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command: a JSON line for each case, the recorded share of "all" beside the measured ones."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--file", type=Path, default=SCORES)
     parser.add_argument("--most", type=int, default=10**9, help="leave out cases with more questions")
     parser.add_argument("--write", action="store_true", help="record what is measured")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     done: list[dict[str, Any]] = []
-    for case in read_cases():
+    for case in read_cases(options.file):
         known = asdict(case)
         if case.count <= options.most:
             shares = measure(case)
@@ -76,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             known["shares"] = shares
         done.append(known)
     if options.write:
-        SCORES.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
+        options.file.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

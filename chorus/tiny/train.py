@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -22,7 +23,7 @@ from .decoder import load_codec
 from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
 from .flow import draw_sigmas, predict
-from .muon import Muon
+from .muon import Muon, split_parameters, step_all
 from .processes import Processes
 from .world import Curriculum
 
@@ -80,7 +81,7 @@ class Trainer:
         self.text = BatchEncoder(training.device)
         self.average = load_transformer(Path(training.initial), training.device)
         self.model = copy.deepcopy(self.average).train().requires_grad_(True)
-        self.matrices, self.others = split_parameters(self.model)
+        self.matrices, self.others = split_parameters(self.model, is_matrix)
         self.muon = Muon(self.matrices, lr=training.muon_lr)
         self.adam = torch.optim.AdamW(self.others, lr=training.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.step = 0
@@ -159,12 +160,8 @@ class Trainer:
 
     def update(self) -> None:
         """One step of both optimizers and of the average."""
-        rate = learning_rate_factor(self.step, self.training)
-        for optimizer, lr in ((self.muon, self.training.muon_lr), (self.adam, self.training.adam_lr)):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * rate
-            optimizer.step()
-            optimizer.zero_grad()
+        rates = (self.muon, self.training.muon_lr), (self.adam, self.training.adam_lr)
+        step_all(rates, learning_rate_factor(self.step, self.training))
         self.step += 1
         # A young average must not remember where it started.
         keep = min(self.training.average, (1 + self.step) / (10 + self.step))
@@ -182,7 +179,8 @@ class Trainer:
         questions = draw_questions("world", share, seed, training.curriculum)
         generator = Generator(self.average, self.codec, self.text)
         scores = generator.evaluate(questions, sampling, sheet).shares()
-        self.log(**{f"score_{k}": processes.mean(v) for k, v in scores.items()})
+        means = {f"score_{k}": processes.mean(v) for k, v in scores.items()}
+        self.log(**{k: v for k, v in means.items() if not math.isnan(v)})
 
     def log(self, **values: float) -> None:
         """One JSON line in `log.jsonl`."""
@@ -194,14 +192,9 @@ class Trainer:
                 file.write(json.dumps(line) + "\n")
 
 
-def split_parameters(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Muon's share (the blocks' matrices) and AdamW's (embeddings, norms, biases, modulation, the last layer)."""
-    matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        inside = name.startswith("blocks.") and parameter.ndim == 2
-        (matrices if inside else others).append(parameter)
-    return matrices, others
+def is_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether it is Muon's (the blocks' matrices) or AdamW's (embeddings, norms, biases, modulation, last layer)."""
+    return name.startswith("blocks.") and parameter.ndim == 2
 
 
 def learning_rate_factor(step: int, training: Training) -> float:

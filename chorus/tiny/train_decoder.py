@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from .checkpoint import load_checkpoint, save_checkpoint
 from .codec import LinearCodec
 from .decoder import DetailDecoder, SharpCodec
-from .muon import Muon
+from .muon import Muon, split_parameters, step_all
 from .render import place, render
 from .world import draw_scenes
 
@@ -62,8 +62,7 @@ def train_decoder(training: DecoderTraining) -> DetailDecoder:
     """Trains up to `steps`, going on from a checkpoint in `out`; leaves `decoder.safetensors` (float16) there."""
     decoder, step = DetailDecoder(), 0
     codec = SharpCodec(LinearCodec(training.codec, "cpu"), decoder)
-    kernels = [p for name, p in decoder.named_parameters() if p.ndim == 4 and not name.endswith("leave.weight")]
-    others = [p for p in decoder.parameters() if not any(p is k for k in kernels)]
+    kernels, others = split_parameters(decoder, lambda name, p: p.ndim == 4 and not name.endswith("leave.weight"))
     optimizers: dict[str, tuple[torch.optim.Optimizer, float]] = {
         "muon": (Muon(kernels), KERNEL_RATE),
         "adam": (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), RATE),
@@ -77,11 +76,7 @@ def train_decoder(training: DecoderTraining) -> DetailDecoder:
     while step < training.steps:
         losses.append(_backward(codec, training, step))
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 0.5)
-        for optimizer, rate in optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = rate * _rate_factor(step, training.steps)
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers.values(), _rate_factor(step, training.steps))
         step += 1
         if step % 250 == 0 or step == training.steps:
             psnr = measure_psnr(codec, 24, training.canvas, training.seed + 1)

@@ -15,24 +15,21 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.differ import LexicalDiffer, LexicalSettings
 from chorus_batch.chorus.engine import Engine
-from chorus_batch.chorus.gains import Gains
 from chorus_batch.chorus.policy import Candidate, Policy, ReusePolicy
-from chorus_batch.chorus.regions import RegionSettings
 from chorus_batch.chorus.request import Request, Result
 from chorus_batch.chorus.segment import EvidenceSegmenter, Source
-from chorus_batch.chorus.stages import Boundaries
-from chorus_batch.chorus.tiny.checker import read_video
+from chorus_batch.chorus.tiny.checker import read_frames
 from chorus_batch.chorus.tiny.pairs import KINDS, Pair, draw_pairs, outcome_of
 from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.workers.runtime import reuse_policy
 
 ARMS = ("6-6-1", "8-8-1", "8-8-2", "10-10-1", "10-10-2", "12-12-1", "12-12-2", "14-14-1", "8-12-1", "8-12-2", "12-16-1")
 FULL = "full"
@@ -58,15 +55,15 @@ class Record:
 def policy_of(arm: str, settings: GenerationSettings) -> ReusePolicy:
     """The workers' policy, with this arm for every difference."""
     k1, k2, gain = arm.split("-")
-    card = load_card("builtin")
-    return ReusePolicy(
-        Policy.chorus,
-        Boundaries.parse({settings.steps: [[0.0, int(k1), int(k2)]]}, settings.shift),
-        Gains(float(gain), 1.0, 1.0, 0.0),
-        RegionSettings(**card.regions),  # type: ignore[arg-type]  # the card checked which are whole
-        LexicalDiffer(LexicalSettings(synonyms=card.synonyms)),
-        EvidenceSegmenter(),
+    card = replace(
+        load_card("builtin"),
+        boundaries={settings.steps: ((0.0, int(k1), int(k2)),)},
+        kinds={},
+        gains={"key": float(gain), "output": 1.0, "until": 1.0},
+        kind_gains={},
     )
+    differ = LexicalDiffer(LexicalSettings(synonyms=card.synonyms))
+    return reuse_policy(card, Policy.chorus, differ, differ, EvidenceSegmenter())
 
 
 def answer(engine: Engine, pair: Pair, number: int, settings: GenerationSettings, arms: Sequence[str]) -> list[Record]:
@@ -86,8 +83,7 @@ def answer(engine: Engine, pair: Pair, number: int, settings: GenerationSettings
 
 
 def judged(engine: Engine, pair: Pair, number: int, arm: str, result: Result) -> Record:
-    frames = torch.from_numpy(engine.decode(result.latents)).permute(3, 0, 1, 2).float() / 127.5 - 1
-    outcome = outcome_of(read_video(frames), pair)
+    outcome = outcome_of(read_frames(engine.decode(result.latents)), pair)
     share = result.trace.tokens_computed / result.trace.tokens_total
     return Record(pair.kind, number, arm, outcome.changed, outcome.kept, round(share, 4))
 
@@ -97,16 +93,8 @@ def run(options: argparse.Namespace) -> None:
     card, known = load_card("builtin"), set[tuple[str, int]]()
     if options.out.exists():
         known = {(record.kind, record.pair) for record in read([options.out])}
-    defaults = card.defaults
-    settings = GenerationSettings(
-        width=options.size,
-        height=options.size,
-        frames=defaults.frames,
-        fps=defaults.fps,
-        steps=options.steps,
-        guidance_scale=defaults.guidance_scale,
-        shift=defaults.shift,
-    )
+    of, side = card.defaults, options.size
+    settings = GenerationSettings(side, side, of.frames, of.fps, options.steps, of.guidance_scale, of.shift)
     engine = Engine.load(options.model)
     part, parts = map(int, options.part.split("/"))
     pairs = {kind: draw_pairs(kind, options.pairs, options.seed) for kind in options.kinds}

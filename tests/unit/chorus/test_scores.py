@@ -9,10 +9,10 @@ import pytest
 
 from chorus_batch.chorus.tiny import scores
 from chorus_batch.chorus.tiny.model import model_names
-from chorus_batch.chorus.tiny.scores import Case, measure, read_cases
+from chorus_batch.chorus.tiny.scores import SCORES, Case, measure, read_cases
 
 FEW = 16
-CASES = read_cases()
+CASES = read_cases(SCORES)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.count <= FEW], ids=lambda c: f"{c.model}-{c.canvas}-{c.suite}")
@@ -31,15 +31,13 @@ def test_every_shipped_model_has_scores_of_many_videos_and_a_quick_case() -> Non
         assert max(counts) >= 200
 
 
-def test_scores_are_recorded_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_recorded_only_when_asked(tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
     case = {"model": "builtin", "suite": "world", "count": 1, "canvas": 64, "steps": 1}
     case |= {"guidance": 1.0, "shift": 3.0, "seed": 1, "shares": {}}
     file.write_text(json.dumps([case, case | {"count": 9}]), "utf-8")
-    monkeypatch.setattr(scores, "SCORES", file)
-    monkeypatch.setattr(scores.read_cases, "__defaults__", (file,))
-    scores.main(["--most", "1"])
+    scores.main(["--most", "1", "--file", str(file)])
     assert read_cases(file)[0].shares == {}
-    scores.main(["--most", "1", "--write"])
+    scores.main(["--most", "1", "--write", "--file", str(file)])
     few, many = read_cases(file)
     assert 0 <= few.shares["all"] <= 1 and many.shares == {}

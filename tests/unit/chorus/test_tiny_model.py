@@ -89,6 +89,9 @@ def test_models_of_one_folder_share_all_but_their_transformers(folder: Path) -> 
     assert after["quick"] != before["quick"]
     quick = TinyModel(folder, name="quick")
     assert (quick.name, quick.fingerprint) == ("quick", after["quick"])
+    with pytest.raises(WeightsError, match="no model 'slow'") as refused:
+        TinyModel(folder, name="slow")
+    assert "builtin, quick" in refused.value.hint
     bias = "proj_out.bias"
     assert torch.equal(quick.transformer.state_dict()[bias], (state[bias] + 1).float())
     with (folder / "codec.safetensors").open("ab") as codec:

@@ -16,10 +16,10 @@ from chorus_batch.chorus.tiny.distill import Distillation, Distiller
 from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_questions, interval
 from chorus_batch.chorus.tiny.features import BatchEncoder
 from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
-from chorus_batch.chorus.tiny.muon import Muon, orthogonalized
+from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
-from chorus_batch.chorus.tiny.train import Trainer, Training, parse, split_parameters
+from chorus_batch.chorus.tiny.train import Trainer, Training, is_matrix, parse
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
 from chorus_batch.chorus.tiny.world import is_held_out
 
@@ -60,6 +60,22 @@ def test_a_resumed_run_equals_an_unbroken_one(small: Path, tmp_path: Path) -> No
         assert all(torch.equal(whole[part][k], parts[part][k]) for k in whole[part])
 
 
+def test_every_other_batch_may_be_of_more_and_smaller_videos(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(_training(Training, small, tmp_path, canvas=64, small_canvas=32, steps=3), Processes())
+    batches: list[tuple[int, int]] = []
+    whole = trainer.backward
+
+    def watched(size: int, canvas: int, seed: tuple[int, ...]) -> float:
+        batches.append((size, canvas))
+        return whole(size, canvas, seed)
+
+    monkeypatch.setattr(trainer, "backward", watched)
+    trainer.run()
+    assert batches == [(2, 64), (4, 32), (2, 64)]
+
+
 def test_a_run_leaves_weights_that_load_and_a_log(small: Path, tmp_path: Path) -> None:
     training = _training(Training, small, tmp_path, log_every=2, evaluate_every=4, evaluate_count=2, evaluate_steps=1)
     Trainer(training, Processes()).run()
@@ -79,7 +95,7 @@ def test_the_options_are_the_fields(small: Path) -> None:
 
 def test_every_parameter_has_one_optimizer(small: Path) -> None:
     model = load_transformer(small)
-    matrices, others = split_parameters(model)
+    matrices, others = split_parameters(model, is_matrix)
     assert len(matrices) == 10
     assert {id(p) for p in [*matrices, *others]} == {id(p) for p in model.parameters()}
 
