@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from chorus_batch.chorus.config import GenerationSettings
 from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.request import Request
 
 PROMPT = "a red circle moves left over a gray background"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """For the whole process: results depend on the number of threads in the last bit, also those that the engine keeps
+    (text features), and these tensors are so small that threads only wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,15 +18,6 @@ from chorus_batch.chorus.tiny.world import BACKGROUNDS, COLOURS, Curriculum, Nei
 
 CATALOG = Path(__file__).parents[3] / "jobs" / "examples" / "catalog.csv"
 SCENE = Scene("red", "circle", "left", "black")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The checker's tensors are small: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _said(scene: Scene, text: str, *, size: bool) -> dict[str, str]:

@@ -50,15 +50,6 @@ TEACACHE = TeaCacheConfig(POLYNOMIAL, 0.3)
 RATIOS = tuple(1 + 0.01 * (-1) ** k for k in range(STEPS))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These matrices are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def network(random_transformer: Any, monkeypatch: pytest.MonkeyPatch) -> Network:
     """Of random weights, with made-up fits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +24,6 @@ from tests.unit.chorus.pipeline import latents_of, wan_pipeline
 STEPS = 20
 # Rises everywhere, with some curvature.
 COEFFICIENTS = (3.0, -2.0, 1.0, 0.5, 0.01)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These matrices are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Stack(torch.nn.Module):
