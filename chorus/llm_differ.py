@@ -16,6 +16,7 @@ from .answers import AnswerFile
 from .differ import SCOPES, Differ, Difference, Kind, LexicalDiffer, Scope, Spans
 from .errors import WeightsError
 from .lexicon import part, verb_key
+from .loading import LOADING
 from .phrases import read
 
 KEYS = ("kind", "scope", "source_phrase", "target_phrase")
@@ -252,8 +253,9 @@ class LocalModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-            model: Any = AutoModelForCausalLM.from_pretrained(self._folder, local_files_only=True)
+            with LOADING:
+                tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+                model: Any = AutoModelForCausalLM.from_pretrained(self._folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise WeightsError(
                 f"{self._folder} can't be loaded as a language model: {error}",

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .errors import WeightsError
+from .loading import LOADING
 
 FETCH = "fetch the model again, or correct its folder"
 
@@ -67,7 +68,8 @@ def load_component(of: Any, folder: Path, dtype: torch.dtype) -> Any:
 def guarded(load: Callable[[], Any], what: str) -> Any:
     """What `load` returns; a file that can't be read or used becomes a WeightsError. Running out of memory stays."""
     try:
-        return load()
+        with LOADING:
+            return load()
     except torch.OutOfMemoryError:
         raise  # a RuntimeError too
     except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:

@@ -15,6 +15,7 @@ from .. import wan
 from ..config import GenerationSettings
 from ..errors import UnsupportedSettings, WeightsError
 from ..fingerprint import CHECKSUMS, combine, verify
+from ..loading import LOADING
 from ..model import BUILTIN
 from . import text
 from .codec import CHANNELS, PATCH
@@ -33,13 +34,14 @@ class TinyModel:
         verify(folder, _listed(folder), REPAIR)
         card = described(folder)
         self.name = name
-        self.transformer: Any = wan.load_transformer(transformer_folder(folder, name), device)
         self.fingerprint = fingerprint(folder, name)
         self._sizes = [tuple(size) for size in card["sizes"]]
         self._frames = list(card["frames"])
         self._device = device
-        self._codec = load_codec(folder / "codec.safetensors", folder / "decoder.safetensors", device)
-        self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
+        with LOADING:
+            self.transformer: Any = wan.load_transformer(transformer_folder(folder, name), device)
+            self._codec = load_codec(folder / "codec.safetensors", folder / "decoder.safetensors", device)
+            self._text = text.TextEncoder(card["text_layers"], card["text_slots"], card["text_scale"], device)
 
     def check(self, settings: GenerationSettings) -> None:
         """Raise UnsupportedSettings for a size or length that the model wasn't trained for."""

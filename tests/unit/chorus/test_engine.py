@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -495,3 +496,10 @@ def test_a_lineage_is_enough_to_run_it_again(engine: Engine, plain: Result, requ
     assert again.regions is not None
     assert lineage["regions"] == again.regions.digest == first.trace.regions
     assert torch.equal(engine.generate(request, again).latents, first.latents)
+
+
+def test_models_may_be_loaded_by_several_threads_at_once() -> None:
+    """The libraries tell torch, for the whole process, to make modules without storage while they load."""
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: Engine.load(), range(12)))
+    assert len({engine.fingerprint for engine in loaded}) == 1
