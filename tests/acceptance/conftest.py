@@ -54,8 +54,7 @@ Cli = Callable[..., Ended]
 
 
 def _environment(**settings: str) -> dict[str, str]:
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
-    return {**mine, **{f"CHORUS_{name.upper()}": value for name, value in settings.items()}}
+    return {**os.environ, **{f"CHORUS_{name.upper()}": value for name, value in settings.items()}}
 
 
 def run_script(*arguments: str | Path, stdin: str = "", **settings: str) -> Ended:

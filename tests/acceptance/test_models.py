@@ -89,7 +89,7 @@ def test_a_worker_that_could_only_fail_jobs_doesnt_start(wan_folder: Path, tmp_p
         (2, "gone holds no language model", {"differ": f"llm:{tmp_path}/gone"}),
         (2, "attention backend '_flash_3' can't run here", {"attention_backend": "_flash_3", "device": "cpu"}),
     ):
-        refused = run_script("worker", "start", **environment(), **settings)
+        refused = run_script("worker", "start", **{**environment(), **settings})
         assert (refused.code, told in refused.err) == (code, True), refused.err
         # The next step stands below.
         assert len(refused.err.splitlines()) >= 2

@@ -1,6 +1,6 @@
 """How deep the built-in model's latents may be reused, by kind of difference: what a model card's tables come from.
 
-    uv run --extra dev python -m tests.bench.boundaries run out.jsonl [--pairs 40] [--size 128] [--part 0/2]
+    uv run --extra dev python -m tests.bench.boundaries run out.jsonl [--model builtin-4step] [--pairs 40] [--part 0/2]
     uv run --extra dev python -m tests.bench.boundaries read out.jsonl [more.jsonl] [--tolerance 0.02]
 
 `run` takes pairs of prompts that differ in one attribute and makes, with the engine and the policy that workers use, the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,10 +28,13 @@ from chorus_batch.chorus.request import Request, Result
 from chorus_batch.chorus.segment import EvidenceSegmenter, Source
 from chorus_batch.chorus.tiny.checker import read_frames
 from chorus_batch.chorus.tiny.pairs import KINDS, Pair, draw_pairs, outcome_of
-from chorus_batch.jobs.cards.card import load_card
+from chorus_batch.jobs.cards.card import ModelCard, load_card
 from chorus_batch.workers.runtime import reuse_policy
 
-ARMS = ("6-6-1", "8-8-1", "8-8-2", "10-10-1", "10-10-2", "12-12-1", "12-12-2", "14-14-1", "8-12-1", "8-12-2", "12-16-1")
+ARMS = {
+    20: ("6-6-1", "8-8-1", "8-8-2", "10-10-1", "10-10-2", "12-12-1", "14-14-1", "6-10-1", "6-10-2", "10-14-2"),
+    4: ("1-1-1", "1-1-2", "2-2-1", "2-2-2", "3-3-1", "1-2-1", "1-2-2", "2-3-1"),
+}
 FULL = "full"
 MATCH = 0.8  # the gains' strength depends on it; the tables are asked at no other
 
@@ -52,11 +55,11 @@ class Record:
         return self.changed and self.kept
 
 
-def policy_of(arm: str, settings: GenerationSettings) -> ReusePolicy:
+def policy_of(arm: str, settings: GenerationSettings, card: ModelCard) -> ReusePolicy:
     """The workers' policy, with this arm for every difference."""
     k1, k2, gain = arm.split("-")
     card = replace(
-        load_card("builtin"),
+        card,
         boundaries={settings.steps: ((0.0, int(k1), int(k2)),)},
         kinds={},
         gains={"key": float(gain), "output": 1.0, "until": 1.0},
@@ -66,7 +69,9 @@ def policy_of(arm: str, settings: GenerationSettings) -> ReusePolicy:
     return reuse_policy(card, Policy.chorus, differ, differ, EvidenceSegmenter())
 
 
-def answer(engine: Engine, pair: Pair, number: int, settings: GenerationSettings, arms: Sequence[str]) -> list[Record]:
+def answer(
+    engine: Engine, pair: Pair, number: int, settings: GenerationSettings, policies: Mapping[str, ReusePolicy]
+) -> list[Record]:
     """The target in full, and in every arm."""
     first, second = (
         Request(question.caption, 10_000 + 2 * number + place, settings, "study")
@@ -76,8 +81,8 @@ def answer(engine: Engine, pair: Pair, number: int, settings: GenerationSettings
     candidate = Candidate(0, MATCH, Source(first.prompt, source.evidence), source.trajectory)
     offsets = engine.model.token_offsets(second.prompt)
     records = [judged(engine, pair, number, FULL, engine.generate(second))]
-    for arm in arms:
-        decision = policy_of(arm, settings).decide(second.prompt, offsets, settings, "study", candidate)
+    for arm, policy in policies.items():
+        decision = policy.decide(second.prompt, offsets, settings, "study", candidate)
         records.append(judged(engine, pair, number, arm, engine.generate(second, decision.reuse)))
     return records
 
@@ -90,11 +95,12 @@ def judged(engine: Engine, pair: Pair, number: int, arm: str, result: Result) ->
 
 def run(options: argparse.Namespace) -> None:
     """Answers every pair of this part that the file lacks."""
-    card, known = load_card("builtin"), set[tuple[str, int]]()
+    card, known = load_card(options.model), set[tuple[str, int]]()
     if options.out.exists():
         known = {(record.kind, record.pair) for record in read([options.out])}
-    of, side = card.defaults, options.size
-    settings = GenerationSettings(side, side, of.frames, of.fps, options.steps, of.guidance_scale, of.shift)
+    of, side, steps = card.defaults, options.size or card.defaults.width, options.steps or card.defaults.steps
+    settings = GenerationSettings(side, side, of.frames, of.fps, steps, of.guidance_scale, of.shift)
+    policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
     engine = Engine.load(options.model)
     part, parts = map(int, options.part.split("/"))
     pairs = {kind: draw_pairs(kind, options.pairs, options.seed) for kind in options.kinds}
@@ -102,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
         for number in range(part, options.pairs, parts):
             for kind in options.kinds:
                 if (kind, number) not in known:
-                    for record in answer(engine, pairs[kind][number], number, settings, options.arms):
+                    for record in answer(engine, pairs[kind][number], number, settings, policies):
                         file.write(json.dumps(asdict(record)) + "\n")
                     file.flush()
 
@@ -151,10 +157,10 @@ def main() -> None:
     runs.add_argument("out", type=Path)
     runs.add_argument("--model", default="builtin")
     runs.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    runs.add_argument("--arms", nargs="+", default=list(ARMS))
+    runs.add_argument("--arms", nargs="+", help="default: those of 20 or of 4 steps")
     runs.add_argument("--pairs", type=int, default=40)
-    runs.add_argument("--size", type=int, default=64)
-    runs.add_argument("--steps", type=int, default=20)
+    runs.add_argument("--size", type=int, help="default: the card's")
+    runs.add_argument("--steps", type=int, help="default: the card's")
     runs.add_argument("--seed", type=int, default=3000)
     runs.add_argument("--part", default="0/1", help="which of how many processes this is, each with a file of its own")
     reads = commands.add_parser("read")

@@ -156,7 +156,7 @@ def test_ps_tells_what_runs(servers: Settings) -> None:
 
 def test_a_second_ensure_starts_nothing_and_is_quick(servers: Settings) -> None:
     before = local.ps(servers)
-    asked = Settings(data_dir=servers.data_dir)
+    asked = Settings(data_dir=servers.data_dir, model=servers.model)
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -168,7 +168,7 @@ def test_a_second_ensure_starts_nothing_and_is_quick(servers: Settings) -> None:
 
 def test_a_second_ensure_needs_no_lock(servers: Settings) -> None:
     with DataFolder(servers.data_dir).locked():
-        assert local.ensure(Settings(data_dir=servers.data_dir)) == servers
+        assert local.ensure(Settings(data_dir=servers.data_dir, model=servers.model)) == servers
 
 
 def test_a_server_sees_nothing_of_the_persons_environment(

@@ -300,12 +300,12 @@ def test_the_trace_of_all_stages_counts_what_the_blocks_saw(
     reuse = all_stages(plain)
     with counting(engine) as seen:
         trace = engine.generate(request, reuse).trace
-    passes, config = 2 if scale > 1 else 1, engine.model.transformer.config
+    passes, config, slots = 2 if scale > 1 else 1, engine.model.transformer.config, engine.model.text_slots
     assert seen == [75] * (2 * passes) + [192] * passes
     assert (trace.forward_passes, trace.tokens_computed) == (len(seen), sum(seen))
     assert trace.tokens_total == passes * 4 * 192
-    text = passes * text_flops(config, 16)
-    assert trace.flops_computed == text + sum(forward_flops(config, tokens, 16) for tokens in seen)
+    text = passes * text_flops(config, slots)
+    assert trace.flops_computed == text + sum(forward_flops(config, tokens, slots) for tokens in seen)
     assert trace.visible == (75 / 192, 75 / 192, 1.0)
     assert (trace.k1, trace.k2, trace.steps_skipped, trace.steps_computed) == (1, 3, 1, 3)
     assert trace.regions == some_regions().digest

@@ -74,14 +74,14 @@ def test_other_weights_have_another_fingerprint(folder: Path) -> None:
 
 
 def test_models_of_one_folder_share_all_but_their_transformers(folder: Path) -> None:
-    shutil.copytree(folder / "transformer", folder / "student")
+    shutil.copytree(folder / "transformer", folder / "quick")
     described = json.loads((folder / "model.json").read_text("utf-8"))
-    described["transformers"] = {"builtin": "transformer", "quick": "student"}
+    described["transformers"] = {"builtin": "transformer", "quick": "quick"}
     (folder / "model.json").write_text(json.dumps(described))
     before = seal(folder)
     assert list(before) == ["builtin", "quick"]
     assert before["builtin"] != before["quick"]
-    weights = folder / "student" / "diffusion_pytorch_model.safetensors"
+    weights = folder / "quick" / "diffusion_pytorch_model.safetensors"
     state = load_file(weights)
     save_file({name: value + 1 for name, value in state.items()}, weights)
     after = seal(folder)

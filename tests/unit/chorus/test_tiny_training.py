@@ -19,7 +19,7 @@ from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
-from chorus_batch.chorus.tiny.train import Trainer, Training, is_matrix, parse
+from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, parse
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
 from chorus_batch.chorus.tiny.world import is_held_out
 
@@ -74,6 +74,22 @@ def test_every_other_batch_may_be_of_more_and_smaller_videos(
     monkeypatch.setattr(trainer, "backward", watched)
     trainer.run()
     assert batches == [(2, 64), (4, 32), (2, 64)]
+
+
+def test_the_coarse_loss_sees_what_a_square_shares_and_nothing_finer() -> None:
+    rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    fine, middle = ((((rows // side + columns // side) % 2) * 2 - 1.0).expand(2, 3, 1, 16, 16) for side in (1, 4))
+    assert coarse(fine) == 0
+    assert coarse(middle) == 1  # of the squares of 4, while those of 8 hold as much of each
+    assert coarse(torch.full((2, 3, 1, 16, 16), -1.0)) == 2
+
+
+def test_the_coarse_loss_is_added(small: Path, tmp_path: Path) -> None:
+    fine, both = (
+        Trainer(_training(Training, small, tmp_path, coarse_weight=w), Processes()).backward(2, 64, (0, 0, 0))
+        for w in (0.0, 4.0)
+    )
+    assert both > fine
 
 
 def test_a_run_leaves_weights_that_load_and_a_log(small: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from chorus_batch.jobs.costs import UNKNOWN, Made, Range, fitted, shipped
 from chorus_batch.jobs.weights import Weights
 
 CARD = load_card("builtin")
-PARAMETERS = CARD.defaults  # 64 x 64, 9 frames, 20 steps, guided
+PARAMETERS = replace(CARD.defaults, width=64, height=64)  # 9 frames, 20 steps, guided
 MISS = Made(64, 64, 9, True, "none", "miss", 0, 0, 20, 4000, 4000, 2.0, 2.5, 3.0, 1000, 500)
 HIT = replace(MISS, result="semantic", k1=8, k2=10, tokens_computed=2200, denoise=1.1, held=1.5, seconds=2.0)
 LINK = replace(MISS, result="exact", tokens_computed=0, denoise=0.0, held=0.1, seconds=0.2)
