@@ -155,7 +155,9 @@ class Trainer:
         blend = sigma[:, None, None, None, None]
         noisy = (1 - blend) * batch.latents + blend * noise
         v = predict(self.forward, noisy, sigma, self.text.encode_all(batch.captions))
-        weight = 1 + (training.object_weight - 1) * batch.cover
+        # Not where noise hides the object: there the weight would move the mean that the model learns towards objects,
+        # and two places that are half likely would both become one.
+        weight = 1 + (training.object_weight - 1) * batch.cover * (1 - blend)
         error = v - (noise - batch.latents)
         loss = (error.square() * weight).mean() / weight.mean()
         if training.coarse_weight:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from chorus_batch.chorus.tiny import train
 from chorus_batch.chorus.tiny.checkpoint import load_transformer
 from chorus_batch.chorus.tiny.codec import LinearCodec
 from chorus_batch.chorus.tiny.decoder import DetailDecoder, SharpCodec
@@ -90,6 +91,19 @@ def test_the_coarse_loss_is_added(small: Path, tmp_path: Path) -> None:
         for w in (0.0, 4.0)
     )
     assert both > fine
+
+
+def test_objects_weigh_more_only_as_far_as_noise_leaves_them_visible(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(sigma: float, weight: float) -> float:
+        monkeypatch.setattr(train, "draw_sigmas", lambda n, shift, generator: torch.full((n,), sigma))
+        return Trainer(_training(Training, small, tmp_path, object_weight=weight), Processes()).backward(
+            2, 64, (0, 0, 0)
+        )
+
+    assert loss(1.0, 9.0) == pytest.approx(loss(1.0, 1.0), rel=1e-6)
+    assert abs(loss(0.3, 9.0) / loss(0.3, 1.0) - 1) > 0.01
 
 
 def test_a_run_leaves_weights_that_load_and_a_log(small: Path, tmp_path: Path) -> None:
