@@ -139,7 +139,9 @@ def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
         worker = hire(**changes)
         with transaction(bench.engine) as connection:
             loaded = worker.runtime.model(cache.domain(connection, 1))
-        loaded.policies["chorus"].boundaries = Boundaries.parse({str(STEPS): [[0.79, 1, 3]]}, 3.0)
+        policy = loaded.policies["chorus"]
+        policy.boundaries = Boundaries.parse({str(STEPS): [[0.79, 1, 3]]}, 3.0)
+        policy.regions = replace(policy.regions, largest_share=1.0)  # random weights may see objects everywhere
         return worker
 
     source = bench.submit(PROMPTS[:1])
@@ -156,7 +158,7 @@ def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
         for job in (expected, follower)
     ]
     assert follower.cache_result == expected.cache_result == "semantic", (expected, follower)
-    assert None not in regions
+    assert None not in regions, (regions, follower.notes)
     # Models that know nothing see other things in the video than the source's own attention did.
     assert (regions[0] == regions[1]) is lost
     said = f"entry {follower.entry_id} has lost its video (object_missing): region from the evidence"
