@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 DEGREE = 4
 PROMPTS = (
     "a red circle moves left over a gray background",
-    "a blue square stands still over a white background",
-    "a green triangle moves up over a black background",
-    "a yellow diamond moves right over a purple background",
+    "a large striped blue star bounces on a checkered pink background",
+    "on a fading white background, a spotted green ring grows",
+    "the small purple square next to a small cyan circle falls on a black background",
 )
 
 
@@ -122,9 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--prompt", action="append", help=f"may be given several times (default: {len(PROMPTS)} of them)"
     )
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--shift", type=float, default=3.0)
-    parser.add_argument("--guidance", type=float, default=2.5)
-    parser.add_argument("--size", default="64x64", help="width x height of the videos")
+    parser.add_argument("--shift", type=float, default=5.0)
+    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--size", default="128x128", help="width x height of the videos")
     parser.add_argument("--frames", type=int, default=9)
     options = parser.parse_args(arguments)
     width, height = map(int, options.size.split("x"))

@@ -89,7 +89,7 @@ BUILTIN = Costs(
     seconds_per_token=_ours(1.6e-4),
     beside={"miss": _ours(0.2), "semantic": _ours(0.2), "exact": _ours(0.02)},
     held={"miss": _ours(0.04), "semantic": _ours(0.05), "exact": _ours(0.02)},
-    video_bytes=Range(12_000, 17_700, 25_000, _SHIPPED),
+    video_bytes=Range(2_500, 5_000, 15_000, _SHIPPED),
     latents_bytes=Range.exactly(49_480, _SHIPPED),
     entry_step_bytes=Range.exactly(24_960, _SHIPPED),
 )

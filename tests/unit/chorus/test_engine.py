@@ -388,9 +388,8 @@ def test_a_checkpoint_is_good_for_no_other_generation(engine: Engine, plain: Res
 
 def test_evidence_finds_the_object(engine: Engine) -> None:
     """Where the words of a circle were drawn is where the video shows it; what differs is its colour."""
-    request = Request(
-        "a red circle stays still over a black background", 3, GenerationSettings(64, 64, 9, 8, 20, 2.5, 3.0), "domain"
-    )
+    settings = GenerationSettings(128, 128, 9, 8, 20, 2.0, 5.0)
+    request = Request("a red circle stays still over a black background", 3, settings, "domain")
     source = engine.generate(request, evidence=True)
     assert source.evidence is not None
     assert [request.prompt[a:b] for a, b in source.evidence.spans] == [
@@ -400,9 +399,9 @@ def test_evidence_finds_the_object(engine: Engine) -> None:
     base = EvidenceSegmenter().region(Source(request.prompt, source.evidence), difference)
     assert base is not None
     pixels = torch.from_numpy(engine.decode(source.latents).astype(np.float32)).amax(-1) > 100
-    frames = torch.cat([pixels[:1], pixels[1:].reshape(2, 4, 64, 64).amax(1)])
-    shown = frames.reshape(3, 8, 8, 8, 8).float().mean((2, 4)) > 0.5
-    assert 9 <= int(shown.sum()) < 96
+    frames = torch.cat([pixels[:1], pixels[1:].reshape(2, 4, 128, 128).amax(1)])
+    shown = frames.reshape(3, 16, 8, 16, 8).float().mean((2, 4)) > 0.5
+    assert 36 <= int(shown.sum()) < 384
     assert int((base & shown).sum()) / int((base | shown).sum()) > 0.5
 
 

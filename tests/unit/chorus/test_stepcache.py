@@ -327,7 +327,7 @@ def test_parts_cost_together_what_a_pass_costs(random_transformer: Any, tokens: 
 
 
 def test_the_engine_counts_and_forgets(engine: Engine, request_of: Callable[..., Request]) -> None:
-    plain = request_of(settings=replace(request_of().settings, steps=12))
+    plain = request_of(settings=replace(request_of().settings, steps=24))
     cached = replace(plain, settings=replace(plain.settings, step_cache="fbcache"))
     before = engine.generate(plain)
     first, second = engine.generate(cached), engine.generate(cached)
@@ -337,7 +337,7 @@ def test_the_engine_counts_and_forgets(engine: Engine, request_of: Callable[...,
     assert before.trace.tokens_computed == before.trace.tokens_total == first.trace.tokens_total
     assert before.trace.flops_computed == before.trace.flops_total == first.trace.flops_total
     # The first block always runs, here one of five.
-    assert first.trace.forward_passes == 24
+    assert first.trace.forward_passes == 48
     assert first.trace.tokens_total // 5 < first.trace.tokens_computed < first.trace.tokens_total
     assert first.trace.flops_computed < first.trace.flops_total
 

@@ -16,8 +16,8 @@ KINDS = {"attribute": {"20": [[0.7, 8, 12], [0.9, 12, 12]]}, "motion": {"4": [],
 
 
 def test_the_builtin_card_says_what_the_model_makes():
-    assert (CARD.defaults.width, CARD.defaults.height, CARD.defaults.frames, CARD.defaults.fps) == (64, 64, 9, 8)
-    assert CARD.allowed_sizes == ((64, 64),) and CARD.allowed_frames == (9,)
+    assert (CARD.defaults.width, CARD.defaults.height, CARD.defaults.frames, CARD.defaults.fps) == (128, 128, 9, 8)
+    assert CARD.allowed_sizes == ((64, 64), (128, 128)) and CARD.allowed_frames == (9,)
     assert CARD.defaults.scheduler in CARD.schedulers
     assert CARD.tau == min(rows[0][0] for rows in CARD.boundaries.values()) and 0.5 < CARD.tau < 1
     assert CARD.defaults.steps in CARD.boundaries

@@ -194,11 +194,11 @@ def test_the_builtin_model_names_what_it_makes(read):
     size, frames, scheduler, duration = read(
         "prompt,size,frames,sampler,seconds\na cat,832x480,,,\na cat,,81,,\na cat,,,unipc,\na cat,,,,5\n", card=BUILTIN
     )
-    assert size.code == "unsupported_size" and "64x64" in size.message
+    assert size.code == "unsupported_size" and "64x64, 128x128" in size.message
     assert frames.code == "unsupported_frames" and "makes 9 frames" in frames.message
     assert scheduler.code == "unsupported_scheduler" and "euler" in scheduler.message
     assert duration.code == "unsupported_frames" and duration.column == "seconds"
-    (row,) = read("prompt,size,frames,sampler,seconds\na cat,64x64,10,Euler,\n", card=BUILTIN)
+    (row,) = read("prompt,size,frames,sampler,seconds\na cat,128x128,10,Euler,\n", card=BUILTIN)
     assert row.parameters == BUILTIN.defaults
 
 
@@ -338,19 +338,19 @@ def test_the_prompt_is_kept_as_given_and_cleaned_for_the_model(read):
 
 
 def test_long_prompts(read):
-    fits = " ".join(["cat"] * 14)  # with the two special tokens the model's 16
+    fits = " ".join(["cat"] * 30)  # with the two special tokens the model's 32
     notes = Notes()
     ok, error = read(f"prompt\n{fits}\n{fits} dog\n", card=BUILTIN)
     assert isinstance(ok, Row)
     assert (error.code, error.row) == ("prompt_too_long", 2)
-    assert "17 tokens" in error.message and "reads 16" in error.message and "--truncate" in error.message
+    assert "33 tokens" in error.message and "reads 32" in error.message and "--truncate" in error.message
     assert len(read(f"prompt\n{fits} dog\n", card=BUILTIN, truncate=True, notes=notes)) == 1
     assert [note.kind for note in notes.summary()] == ["truncated"]
 
 
 def test_tokens_are_the_tokenizers_not_words(read):
     # One word of many pieces; East Asian text, a token each; mixed with punctuation.
-    for prompt in ("antidisestablishmentarianism" * 3, "東京の夜の雨と光と影と風と花と", "a" + ",." * 8):
+    for prompt in ("zqxj" * 24, "東京の夜の雨と光と影と風と花と" * 3, "a" + ",." * 16):
         (error,) = read(f'prompt\n"{prompt}"\n', card=BUILTIN)
         assert error.code == "prompt_too_long"
 
@@ -363,7 +363,7 @@ def test_prompts_above_the_advised_length_are_noted(read):
 
 
 def test_negative_prompts_have_the_same_limit(read):
-    (error,) = read(f"prompt,neg\na cat,{'cat ' * 20}\n", card=BUILTIN)
+    (error,) = read(f"prompt,neg\na cat,{'cat ' * 40}\n", card=BUILTIN)
     assert (error.code, error.column) == ("prompt_too_long", "neg")
 
 
