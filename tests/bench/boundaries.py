@@ -1,6 +1,6 @@
 """How deep the built-in model's latents may be reused, by kind of difference: what a model card's tables come from.
 
-    uv run --extra dev python -m tests.bench.boundaries run out.jsonl [--model builtin-4step] [--pairs 40] [--part 0/2]
+    uv run --extra dev python -m tests.bench.boundaries run out.jsonl [--steps 4] [--pairs 40] [--part 0/2]
     uv run --extra dev python -m tests.bench.boundaries read out.jsonl [more.jsonl] [--tolerance 0.02]
 
 `run` takes pairs of prompts that differ in one attribute and makes, with the engine and the policy that workers use, the
@@ -100,7 +100,6 @@ def run(options: argparse.Namespace) -> None:
         known = {(record.kind, record.pair) for record in read([options.out])}
     of, side, steps = card.defaults, options.size or card.defaults.width, options.steps or card.defaults.steps
     settings = GenerationSettings(side, side, of.frames, of.fps, steps, of.guidance_scale, of.shift)
-    policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
     engine = Engine.load(options.model)
     part, parts = map(int, options.part.split("/"))
     pairs = {kind: draw_pairs(kind, options.pairs, options.seed) for kind in options.kinds}
@@ -108,6 +107,8 @@ def run(options: argparse.Namespace) -> None:
         for number in range(part, options.pairs, parts):
             for kind in options.kinds:
                 if (kind, number) not in known:
+                    # New ones for each pair: they remember regions by entry, and here every source is the entry 0.
+                    policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
                     for record in answer(engine, pairs[kind][number], number, settings, policies):
                         file.write(json.dumps(asdict(record)) + "\n")
                     file.flush()
