@@ -203,7 +203,7 @@ def coarse(error: torch.Tensor) -> torch.Tensor:
     """The mean square of an error's means over 4x4 and 8x8 latents; `error` [n, C, t, h, w], h and w multiples of 8.
 
     Added to the loss it stresses where objects are: a large canvas is soon filled well and long filled twice
-    (simple diffusion, arXiv 2301.11093, section 3.3, sums losses over resolutions for the same reason).
+    (simple diffusion, arXiv 2301.11093, sums losses over resolutions: "multiscale training loss").
     """
     frames = error.flatten(0, 2)[:, None]
     return torch.stack([functional.avg_pool2d(frames, side).square().mean() for side in (4, 8)]).sum()

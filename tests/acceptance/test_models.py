@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -89,14 +88,8 @@ def test_a_worker_that_could_only_fail_jobs_doesnt_start(wan_folder: Path, tmp_p
         (2, "gone holds no language model", {"differ": f"llm:{tmp_path}/gone"}),
         (2, "attention backend '_flash_3' can't run here", {"attention_backend": "_flash_3", "device": "cpu"}),
     ):
-        refused = run_script("worker", "start", **{**environment(), **settings})
+        refused = run_script("worker", "start", **settings)
         assert (refused.code, told in refused.err) == (code, True), refused.err
         # The next step stands below.
         assert len(refused.err.splitlines()) >= 2
     assert production("worker", "list", "-q").out == ""
-
-
-def environment() -> dict[str, str]:
-    """This process's own settings, as `run_script` takes them."""
-    prefix = "CHORUS_"
-    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
