@@ -52,6 +52,7 @@ class Training:
     textured: float = 0.5
     patterned: float = 0.3
     neighbour: float = 0.2
+    stars: float = 0.2  # not "star": torchrun would take --star for its own --start-method
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -66,7 +67,7 @@ class Training:
     @property
     def curriculum(self) -> Curriculum:
         """How often the harder parts of the world are drawn."""
-        return Curriculum(textured=self.textured, patterned=self.patterned, neighbour=self.neighbour)
+        return Curriculum(self.textured, self.patterned, self.neighbour, star=self.stars)
 
 
 Run = TypeVar("Run", bound=Training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,6 +122,16 @@ def test_the_options_are_the_fields(small: Path) -> None:
     words = ["--out", "o", "--initial", str(small), "--codec", "c", "--student-steps", "2", "--compile"]
     parsed = parse(Distillation, "", words)
     assert (parsed.student_steps, parsed.compile, parsed.shift) == (2, True, 5.0)
+
+
+def test_torchrun_takes_no_option_for_its_own() -> None:
+    """It reads a shortened option anywhere before the script's end: `--star` was one of its `--start-method`."""
+    from torch.distributed.run import get_args_parser
+
+    its_own = {option for action in get_args_parser()._actions for option in action.option_strings}
+    mine = {"--" + field.name.replace("_", "-") for field in fields(Distillation)}
+    assert "--start-method" in its_own and "--stars" in mine
+    assert not [(name, other) for name in mine for other in its_own if other.startswith(name)]
 
 
 def test_every_parameter_has_one_optimizer(small: Path) -> None:
@@ -258,7 +269,7 @@ def test_pairs_differ_in_one_attribute_and_its_words(kind: str) -> None:
 
 def test_reusing_no_step_is_plain_generation(small: Path, codec: SharpCodec) -> None:
     generator = Generator(load_transformer(small), codec, BatchEncoder())
-    sampling = Sampling(steps=2, guidance=1.0, seed=5)
+    sampling = Sampling(canvas=64, steps=2, guidance=1.0, seed=5)
     pairs = draw_pairs("colour", 2, 0)
     outcomes = reuse(generator, pairs, sampling, [0, 2])
     plain = generator.evaluate([p.target for p in pairs], sampling).shares()
