@@ -11,14 +11,22 @@ from typing import Any
 import torch
 
 
-def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
+def shifted(u: torch.Tensor, shift: float | torch.Tensor) -> torch.Tensor:
     """Sigmas of evenly spread u."""
     return shift * u / (1 + (shift - 1) * u)
 
 
-def draw_sigmas(n: int, shift: float, generator: torch.Generator) -> torch.Tensor:
-    """[n] sigmas: a logit-normal u, shifted."""
-    return shifted(torch.sigmoid(torch.randn(n, generator=generator)), shift)
+def draw_shifts(n: int, least: float, most: float, generator: torch.Generator) -> torch.Tensor:
+    """[n] shifts from `least` to `most`, even in their logarithm: a large one trains where things are, which is settled
+    in much noise; a small one their edges and textures."""
+    if least == most:
+        return torch.full((n,), most)
+    return least * (most / least) ** torch.rand(n, generator=generator)
+
+
+def draw_sigmas(shifts: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One sigma for each of the `shifts` [n]: a logit-normal u, shifted."""
+    return shifted(torch.sigmoid(torch.randn(len(shifts), generator=generator)), shifts)
 
 
 def sigma_grid(steps: int, shift: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .dataset import draw_batch
 from .decoder import load_codec
 from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
-from .flow import draw_sigmas, predict
+from .flow import draw_shifts, draw_sigmas, predict
 from .muon import Muon, split_parameters, step_all
 from .processes import Processes
 from .world import Curriculum
@@ -42,6 +42,7 @@ class Training:
     batch: int = 24
     steps: int = 100_000
     shift: float = 3.0
+    least_shift: float = 0.0  # if any: each video's sigma has a shift of its own, from this to `shift`
     muon_lr: float = 0.01
     adam_lr: float = 1e-3
     warmup: int = 50
@@ -151,7 +152,8 @@ class Trainer:
         training = self.training
         batch = draw_batch(self.codec, size, canvas, seed, curriculum=training.curriculum, device=training.device)
         generator = torch.Generator().manual_seed(hash((*seed, 1)) % 2**62)
-        sigma = draw_sigmas(size, training.shift, generator).to(training.device)
+        shifts = draw_shifts(size, training.least_shift or training.shift, training.shift, generator)
+        sigma = draw_sigmas(shifts, generator).to(training.device)
         noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
         blend = sigma[:, None, None, None, None]
         noisy = (1 - blend) * batch.latents + blend * noise

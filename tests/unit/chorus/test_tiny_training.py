@@ -17,7 +17,7 @@ from chorus_batch.chorus.tiny.decoder import DetailDecoder, SharpCodec
 from chorus_batch.chorus.tiny.distill import Distillation, Distiller
 from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_questions, interval
 from chorus_batch.chorus.tiny.features import BatchEncoder
-from chorus_batch.chorus.tiny.flow import guided, sample, sigma_grid
+from chorus_batch.chorus.tiny.flow import draw_shifts, draw_sigmas, guided, sample, sigma_grid
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
@@ -98,7 +98,7 @@ def test_objects_weigh_more_only_as_far_as_noise_leaves_them_visible(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(sigma: float, weight: float) -> float:
-        monkeypatch.setattr(train, "draw_sigmas", lambda n, shift, generator: torch.full((n,), sigma))
+        monkeypatch.setattr(train, "draw_sigmas", lambda shifts, generator: torch.full((len(shifts),), sigma))
         return Trainer(_training(Training, small, tmp_path, object_weight=weight), Processes()).backward(
             2, 64, (0, 0, 0)
         )
@@ -188,6 +188,17 @@ def test_guidance_goes_beyond_the_conditional() -> None:
 def test_the_sigmas_are_the_shifted_ones() -> None:
     expected = torch.tensor([1.0, 15 / 16, 5 / 6, 5 / 8, 0.0])
     assert torch.allclose(sigma_grid(4, 5.0), expected)
+
+
+def test_each_videos_shift_is_its_own() -> None:
+    shifts = draw_shifts(4000, 2.0, 8.0, torch.Generator().manual_seed(0))
+    assert 2.0 <= shifts.min() < 2.01 and 7.96 < shifts.max() <= 8.0
+    assert abs(float((shifts < 4.0).float().mean()) - 0.5) < 0.03  # even in the logarithm
+    assert draw_shifts(2, 3.0, 3.0, torch.Generator()).tolist() == [3.0, 3.0]
+    # More noise for larger shifts: the median of u is 1/2, so that of sigma is s / (1 + s).
+    for shift in (1.0, 7.0):
+        sigmas = draw_sigmas(torch.full((4001,), shift), torch.Generator().manual_seed(1))
+        assert abs(float(sigmas.median()) - shift / (1 + shift)) < 0.02
 
 
 def test_the_distilled_step_is_where_the_teacher_arrives(small: Path, tmp_path: Path) -> None:
