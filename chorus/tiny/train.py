@@ -158,9 +158,7 @@ class Trainer:
         blend = sigma[:, None, None, None, None]
         noisy = (1 - blend) * batch.latents + blend * noise
         v = predict(self.forward, noisy, sigma, self.text.encode_all(batch.captions))
-        # Not where noise hides the object: there the weight would move the mean that the model learns towards objects,
-        # and two places that are half likely would both become one.
-        weight = 1 + (training.object_weight - 1) * batch.cover * (1 - blend)
+        weight = object_weights(batch.cover, blend, training.object_weight)
         error = v - (noise - batch.latents)
         loss = (error.square() * weight).mean() / weight.mean()
         if training.coarse_weight:
@@ -200,6 +198,17 @@ class Trainer:
             with path.open("a") as file:
                 line = {"step": self.step, "time": round(time.time(), 1)} | {k: round(v, 5) for k, v in values.items()}
                 file.write(json.dumps(line) + "\n")
+
+
+def object_weights(cover: torch.Tensor, sigma: torch.Tensor, weight: float) -> torch.Tensor:
+    """Of each latent pixel's loss: up to `weight` on objects and on what touches them; `cover` [n, 1, t, h, w],
+    `sigma` [n, 1, 1, 1, 1].
+
+    Not where noise hides the object: there the weight would move the mean that the model learns towards objects, and
+    two places that are half likely would both become one.
+    """
+    near = functional.max_pool3d(cover, (1, 3, 3), stride=1, padding=(0, 1, 1))
+    return 1 + (weight - 1) * near * (1 - sigma) ** 2
 
 
 def coarse(error: torch.Tensor) -> torch.Tensor:

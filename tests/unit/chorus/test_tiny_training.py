@@ -21,7 +21,7 @@ from chorus_batch.chorus.tiny.flow import draw_shifts, draw_sigmas, guided, samp
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
-from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, parse
+from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, object_weights, parse
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
 from chorus_batch.chorus.tiny.world import is_held_out
 
@@ -97,11 +97,16 @@ def test_the_coarse_loss_is_added(small: Path, tmp_path: Path) -> None:
 def test_objects_weigh_more_only_as_far_as_noise_leaves_them_visible(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cover = torch.zeros(1, 1, 2, 5, 5)
+    cover[:, :, 0, 2, 2] = 0.5
+    weights = object_weights(cover, torch.full((1, 1, 1, 1, 1), 0.5), 9.0)[0, 0]
+    assert weights[0, 1:4, 1:4].tolist() == [[2.0] * 3] * 3  # 1 + 8 * 0.5 * 0.5^2, and the pixels around it
+    assert float(weights.sum()) == 2 * 25 + 9  # no others, and none of another frame
+
     def loss(sigma: float, weight: float) -> float:
         monkeypatch.setattr(train, "draw_sigmas", lambda shifts, generator: torch.full((len(shifts),), sigma))
-        return Trainer(_training(Training, small, tmp_path, object_weight=weight), Processes()).backward(
-            2, 64, (0, 0, 0)
-        )
+        training = _training(Training, small, tmp_path, object_weight=weight)
+        return Trainer(training, Processes()).backward(2, 64, (0, 0, 0))
 
     assert loss(1.0, 9.0) == pytest.approx(loss(1.0, 1.0), rel=1e-6)
     assert abs(loss(0.3, 9.0) / loss(0.3, 1.0) - 1) > 0.01
