@@ -78,7 +78,9 @@ def answer(
         for place, question in enumerate((pair.source, pair.target))
     )
     source = engine.generate(first, keep=frozenset(range(1, settings.steps)), evidence=True)
-    candidate = Candidate(0, MATCH, Source(first.prompt, source.evidence), source.trajectory)
+    # Policies remember regions by entry, so each source is one of its own.
+    entry = number * len(KINDS) + list(KINDS).index(pair.kind)
+    candidate = Candidate(entry, MATCH, Source(first.prompt, source.evidence), source.trajectory)
     offsets = engine.model.token_offsets(second.prompt)
     records = [judged(engine, pair, number, FULL, engine.generate(second))]
     for arm, policy in policies.items():
@@ -100,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
         known = {(record.kind, record.pair) for record in read([options.out])}
     of, side, steps = card.defaults, options.size or card.defaults.width, options.steps or card.defaults.steps
     settings = GenerationSettings(side, side, of.frames, of.fps, steps, of.guidance_scale, of.shift)
+    policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
     engine = Engine.load(options.model)
     part, parts = map(int, options.part.split("/"))
     pairs = {kind: draw_pairs(kind, options.pairs, options.seed) for kind in options.kinds}
@@ -107,8 +110,6 @@ def run(options: argparse.Namespace) -> None:
         for number in range(part, options.pairs, parts):
             for kind in options.kinds:
                 if (kind, number) not in known:
-                    # New ones for each pair: they remember regions by entry, and here every source is the entry 0.
-                    policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
                     for record in answer(engine, pairs[kind][number], number, settings, policies):
                         file.write(json.dumps(asdict(record)) + "\n")
                     file.flush()
