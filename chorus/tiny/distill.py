@@ -18,8 +18,9 @@ import torch
 from .captions import caption
 from .checkpoint import load_transformer
 from .flow import guided, predict, sigma_grid
+from .options import parse
 from .processes import Processes
-from .train import Trainer, Training, parse
+from .train import Trainer, Training
 from .world import draw_scenes
 
 

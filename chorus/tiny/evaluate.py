@@ -19,6 +19,7 @@ from .codec import CHANNELS, PATCH
 from .decoder import SharpCodec, load_codec
 from .features import SLOTS, BatchEncoder
 from .flow import sample
+from .options import add_options, read_options
 from .sheet import save_sheet
 from .world import Curriculum, Scene, draw_scenes
 
@@ -79,21 +80,6 @@ class Sampling:
     seed: int = 1000
     batch: int = 16
 
-    @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """An option for each field but `batch`."""
-        for name in _SAMPLING_OPTIONS:
-            default = getattr(cls, name)
-            parser.add_argument(f"--{name}", type=type(default), default=default)
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Sampling:
-        """What the options of `add_options` say."""
-        return cls(**{name: getattr(options, name) for name in _SAMPLING_OPTIONS})
-
-
-_SAMPLING_OPTIONS = ("canvas", "steps", "guidance", "shift", "seed")
-
 
 @dataclass(frozen=True)
 class Generator:
@@ -149,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decoder", type=Path)
     parser.add_argument("--suite", choices=SUITES, default="world")
     parser.add_argument("--count", type=int, default=96)
-    Sampling.add_options(parser)
+    add_options(parser, Sampling)
     parser.add_argument("--text-slots", type=int, default=SLOTS, help="as the model was trained")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -162,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
         BatchEncoder(options.device, options.text_slots),
     )
     questions = draw_questions(options.suite, options.count, options.seed)
-    evaluation = generator.evaluate(questions, Sampling.of(options), options.sheet)
+    evaluation = generator.evaluate(questions, read_options(options, Sampling), options.sheet)
     scores = evaluation.scores()
     low, high = interval(scores["all"], options.count)
     print(json.dumps(scores | {"all_95": [round(low, 3), round(high, 3)], "count": options.count}))

@@ -26,6 +26,7 @@ from .evaluate import Generator, Question, Sampling
 from .features import SLOTS, BatchEncoder
 from .flow import sigma_grid, walk
 from .model import WEIGHTS
+from .options import add_options, read_options
 from .world import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TEXTURES, Curriculum, Scene, draw_scenes, is_held_out
 
 KINDS = {
@@ -139,14 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 4, 8, 12, 14, 16])
     parser.add_argument("--count", type=int, default=32, help="pairs of each kind")
     parser.add_argument("--tolerance", type=float, default=0.02)
-    Sampling.add_options(parser)
+    add_options(parser, Sampling)
     parser.set_defaults(seed=2000)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     encoder = BatchEncoder(slots=options.text_slots)
     generator = Generator(load_transformer(options.model), load_codec(options.codec, options.decoder), encoder)
-    sampling = Sampling.of(options)
+    sampling = read_options(options, Sampling)
     for kind in options.kinds:
         outcomes = reuse(generator, draw_pairs(kind, options.count, options.seed), sampling, options.depths)
         for depth, found in outcomes.items():

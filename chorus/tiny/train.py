@@ -6,14 +6,13 @@ with `torchrun`) share each batch. Judge a run by its checker scores and contact
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
 import time
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -25,6 +24,7 @@ from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
 from .flow import draw_shifts, draw_sigmas, predict
 from .muon import Muon, split_parameters, step_all
+from .options import parse
 from .processes import Processes
 from .world import Curriculum
 
@@ -69,9 +69,6 @@ class Training:
     def curriculum(self) -> Curriculum:
         """How often the harder parts of the world are drawn."""
         return Curriculum(self.textured, self.patterned, self.neighbour, star=self.stars)
-
-
-Run = TypeVar("Run", bound=Training)
 
 
 class Trainer:
@@ -231,21 +228,6 @@ def learning_rate_factor(step: int, training: Training) -> float:
     rise = min(1.0, (step + 1) / training.warmup)
     fall = max(0.1, min(1.0, (training.steps - step) / max(training.decay, 1)))
     return rise * fall
-
-
-def parse(kind: type[Run], description: str, arguments: list[str] | None = None) -> Run:
-    """One option for each field of the dataclass `kind`."""
-    parser = argparse.ArgumentParser(description=description)
-    types = {"int": int, "float": float}
-    for field in fields(kind):
-        name = "--" + field.name.replace("_", "-")
-        if field.type == "bool":
-            parser.add_argument(name, action="store_true")
-        elif field.default is MISSING:
-            parser.add_argument(name, type=types.get(str(field.type), str), required=True)
-        else:
-            parser.add_argument(name, type=types.get(str(field.type), str), default=field.default)
-    return kind(**vars(parser.parse_args(arguments)))
 
 
 def main(arguments: list[str] | None = None) -> None:

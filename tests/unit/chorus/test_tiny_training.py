@@ -19,9 +19,10 @@ from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_question
 from chorus_batch.chorus.tiny.features import BatchEncoder
 from chorus_batch.chorus.tiny.flow import draw_shifts, draw_sigmas, guided, sample, sigma_grid
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
+from chorus_batch.chorus.tiny.options import parse
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
-from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, object_weights, parse
+from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, object_weights
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
 from chorus_batch.chorus.tiny.world import is_held_out
 
