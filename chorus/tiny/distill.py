@@ -63,8 +63,9 @@ class Distiller(Trainer):
         sigmas = sigma_grid(options.student_steps, options.shift).to(options.device)
         total = 0.0
         for now, then in pairwise(sigmas):
-            target = (self.arrive(x, now, then, text) - x) / (then - now)
-            v = predict(self.forward, x, now.expand(size), text)
+            with self.precision():
+                target = (self.arrive(x, now, then, text) - x) / (then - now)
+                v = predict(self.forward, x, now.expand(size), text)
             loss = (v - target).square().mean() / options.student_steps
             loss.backward()
             total += float(loss.detach())

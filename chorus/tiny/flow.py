@@ -35,9 +35,9 @@ def sigma_grid(steps: int, shift: float) -> torch.Tensor:
 
 
 def predict(model: Any, x: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """v at x [n, 16, t, h, w]; `sigma` [n]."""
+    """v at x [n, 16, t, h, w], in float32; `sigma` [n]."""
     v: torch.Tensor = model(hidden_states=x, timestep=1000 * sigma, encoder_hidden_states=text, return_dict=False)[0]
-    return v
+    return v.float()
 
 
 def guided(

@@ -58,6 +58,7 @@ class Training:
     threads: int = 1
     device: str = "cpu"
     compile: bool = False
+    bfloat16: bool = False  # matrix products and attention; pays on processors and GPUs with bfloat16 units
     save_seconds: float = 300.0
     log_every: int = 25
     evaluate_every: int = 0  # 0: never
@@ -154,7 +155,9 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
         blend = sigma[:, None, None, None, None]
         noisy = (1 - blend) * batch.latents + blend * noise
-        v = predict(self.forward, noisy, sigma, self.text.encode_all(batch.captions))
+        texts = self.text.encode_all(batch.captions)
+        with self.precision():
+            v = predict(self.forward, noisy, sigma, texts)
         weight = object_weights(batch.cover, blend, training.object_weight)
         error = v - (noise - batch.latents)
         loss = (error.square() * weight).mean() / weight.mean()
@@ -162,6 +165,11 @@ class Trainer:
             loss = loss + training.coarse_weight * coarse(error)
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
+
+    def precision(self) -> torch.autocast:
+        """Where the model's matrix products are in bfloat16, if the training says so."""
+        device = torch.device(self.training.device).type
+        return torch.autocast(device, torch.bfloat16, enabled=self.training.bfloat16)
 
     def update(self) -> None:
         """One step of both optimizers and of the average."""

@@ -63,6 +63,22 @@ def test_a_resumed_run_equals_an_unbroken_one(small: Path, tmp_path: Path) -> No
         assert all(torch.equal(whole[part][k], parts[part][k]) for k in whole[part])
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch: its fused RMS norm doesn't mix types, the other one does
+@pytest.mark.parametrize(("trainer", "kind"), [(Trainer, Training), (Distiller, Distillation)])
+def test_only_matrix_products_are_in_bfloat16(
+    small: Path, tmp_path: Path, trainer: type[Any], kind: type[Training]
+) -> None:
+    full, half = (trainer(_training(kind, small, tmp_path, bfloat16=b), Processes()) for b in (False, True))
+    losses = [run.backward(2, 64, (0, 0, 0)) for run in (full, half)]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+    for one, other in zip(full.model.parameters(), half.model.parameters(), strict=True):
+        if one.grad is not None and other.grad is not None:
+            assert other.dtype == other.grad.dtype == torch.float32
+            assert float((one.grad - other.grad).norm()) < 0.1 * float(one.grad.norm()) + 1e-6
+    half.update()
+    assert all(p.dtype == torch.float32 for p in half.average.parameters())
+
+
 def test_every_other_batch_may_be_of_more_and_smaller_videos(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
