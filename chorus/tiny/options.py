@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-Fields = TypeVar("Fields")
-_TYPES = {"int": int, "float": float}
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Fields = TypeVar("Fields", bound="DataclassInstance")
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "Path": Path}
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) -> None:
     """One option for each field of the dataclass `kind`, required where it has no default."""
     for field in fields(kind):
         name = "--" + field.name.replace("_", "-")
         if field.type == "bool":
             parser.add_argument(name, action="store_true")
-        elif field.default is MISSING:
-            parser.add_argument(name, type=_TYPES.get(str(field.type), str), required=True)
         else:
-            parser.add_argument(name, type=_TYPES.get(str(field.type), str), default=field.default)
+            required = field.default is MISSING
+            default = None if required else field.default
+            parser.add_argument(name, type=_TYPES.get(str(field.type), str), required=required, default=default)
 
 
 def read_options(options: argparse.Namespace, kind: type[Fields]) -> Fields:
     """The `kind` that the options of `add_options` say."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
 def parse(kind: type[Fields], description: str, arguments: list[str] | None = None) -> Fields:

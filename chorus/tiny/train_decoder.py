@@ -21,6 +21,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .codec import LinearCodec
 from .decoder import DetailDecoder, SharpCodec
 from .muon import Muon, split_parameters, step_all
+from .options import add_options, read_options
 from .render import place, render
 from .world import draw_scenes
 
@@ -50,7 +51,7 @@ class DecoderTraining:
     """One run."""
 
     out: Path
-    codec: Path
+    codec: Path  # codec.safetensors of the linear codec
     steps: int = 6000
     batch: int = 8
     canvas: int = 64
@@ -119,16 +120,11 @@ def _log(out: Path, step: int, loss: float, psnr: float) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Train the detail decoder; goes on from --out's checkpoint if any.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors of the linear codec")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--canvas", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=7)
+    add_options(parser, DecoderTraining)
     parser.add_argument("--threads", type=int, default=1)
-    options = vars(parser.parse_args(arguments))
-    torch.set_num_threads(options.pop("threads"))
-    train_decoder(DecoderTraining(**options))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    train_decoder(read_options(options, DecoderTraining))
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def test_only_matrix_products_are_in_bfloat16(
     losses = [run.backward(2, 64, (0, 0, 0)) for run in (full, half)]
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
     for one, other in zip(full.model.parameters(), half.model.parameters(), strict=True):
-        if one.grad is not None and other.grad is not None:
-            assert other.dtype == other.grad.dtype == torch.float32
-            assert float((one.grad - other.grad).norm()) < 0.1 * float(one.grad.norm()) + 1e-6
+        assert one.grad is not None and other.grad is not None
+        assert other.dtype == other.grad.dtype == torch.float32
+        assert float((one.grad - other.grad).norm()) < 0.1 * float(one.grad.norm()) + 1e-6
     half.update()
     assert all(p.dtype == torch.float32 for p in half.average.parameters())
 
