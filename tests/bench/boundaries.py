@@ -6,7 +6,8 @@
 `run` takes pairs of prompts that differ in one attribute and makes, with the engine and the policy that workers use, the
 target in full and in each arm `K1-K2-gain` from its source's latents. It goes on where the file ends. `read` prints what
 each arm computes and gets right, picks on every other pair the cheapest arm that loses no more than the tolerance
-against full computation, and reports that arm on the pairs left, beside stage 1 alone at the depth of `--nirvana`.
+against full computation, and reports that arm on the pairs left; beside it stand arms of stage 1 alone, and the one that
+the same rule picks for all kinds together: what nirvana, which doesn't know the kind, could use.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ ARMS = {
     20: ("8-8-1", "12-12-1", "12-12-2", "14-14-1", "14-14-2", "16-16-1", "16-16-2", "12-16-2", "14-16-2", "14-18-2"),
     4: ("1-1-1", "1-1-2", "2-2-1", "2-2-2", "3-3-1", "1-2-1", "1-2-2", "2-3-1"),
 }
+# The kinds that the differ tells apart, which a card's tables are for.
+DIFFERENCES = {
+    "colour": "attribute", "texture": "attribute", "shape": "object", "background": "background", "motion": "motion"
+}  # fmt: skip
 FULL = "full"
 MATCH = 0.8  # the gains' strength depends on it; the tables are asked at no other
 
@@ -119,7 +124,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
     return [Record(**json.loads(line)) for path in paths for line in path.read_text().splitlines()]
 
 
-def report(records: Sequence[Record], tolerance: float, nirvana: str) -> None:
+def report(records: Sequence[Record], tolerance: float) -> None:
     """A table of all arms by kind, then the arms chosen on even pairs with what they reach on odd ones."""
     by_arm: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -129,15 +134,27 @@ def report(records: Sequence[Record], tolerance: float, nirvana: str) -> None:
         line(kind, arm, found)
     print("\nchosen on even pairs, reported on odd ones")
     chosen: list[Record] = []
-    kinds = list(dict.fromkeys(kind for kind, _ in by_arm))
-    for kind in kinds:
-        arms = {arm: found for (own, arm), found in by_arm.items() if own == kind}
-        arm = cheapest({name: [r for r in found if r.pair % 2 == 0] for name, found in arms.items()}, tolerance)
+    names = list(dict.fromkeys(r.arm for r in records))
+    differences = dict.fromkeys(DIFFERENCES[r.kind] for r in records)
+    for kind in differences:
+        arms = {arm: [r for r in records if r.arm == arm and DIFFERENCES[r.kind] == kind] for arm in names}
+        arm = cheapest(even(arms), tolerance)
         line(kind, arm, odd := [r for r in arms[arm] if r.pair % 2])
         chosen += odd
     line("together", "chosen", chosen)
-    for arm in (nirvana, FULL):
-        line("together", arm, [r for kind in kinds for r in by_arm[kind, arm] if r.pair % 2])
+    blind = {arm: [r for r in records if r.arm == arm] for arm in names if arm == FULL or is_first_stage_alone(arm)}
+    for arm, found in blind.items():
+        line("together", arm, [r for r in found if r.pair % 2])
+    print("the first stage alone, for every kind:", cheapest(even(blind), tolerance))
+
+
+def even(arms: Mapping[str, Sequence[Record]]) -> dict[str, list[Record]]:
+    return {arm: [r for r in found if r.pair % 2 == 0] for arm, found in arms.items()}
+
+
+def is_first_stage_alone(arm: str) -> bool:
+    k1, k2, gain = arm.split("-")
+    return k1 == k2 and float(gain) == 1
 
 
 def line(kind: str, arm: str, records: Sequence[Record]) -> None:
@@ -168,12 +185,11 @@ def main() -> None:
     reads = commands.add_parser("read")
     reads.add_argument("files", type=Path, nargs="+")
     reads.add_argument("--tolerance", type=float, default=0.02)
-    reads.add_argument("--nirvana", default="8-8-1", help="the arm to stand for stage 1 alone")
     options = parser.parse_args()
     if options.command == "run":
         run(options)
     else:
-        report(read(options.files), options.tolerance, options.nirvana)
+        report(read(options.files), options.tolerance)
 
 
 if __name__ == "__main__":
