@@ -34,7 +34,7 @@ from .teacache import TeaCacheConfig, apply_teacache, config_for, remove_teacach
 # fmt: off
 MAGNITUDES: Mapping[str, tuple[float, ...]] = {
     # The built-in model, 50 steps.
-    "4aa9f810fcf7": (
+    "a6956cdaead9": (
         1.0, 1.00205, 1.00398, 0.99837, 1.00261, 0.99911, 1.00071, 0.99779, 0.99167, 0.99698,
         0.9945, 0.99148, 0.99389, 0.99524, 0.99202, 0.99473, 0.99088, 0.99132, 0.99148, 0.99593,
         0.99623, 0.98639, 0.99199, 0.99312, 0.98934, 0.99361, 0.98973, 0.98731, 0.98893, 0.98724,

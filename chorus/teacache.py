@@ -54,7 +54,7 @@ WAN: Mapping[tuple[int, int], TeaCacheConfig] = {
 # Other models, by the first digits of their weights' fingerprint; polynomials printed by `cachefit`.
 FITTED: Mapping[str, TeaCacheConfig] = {
     # The built-in model, at 50 steps of 128x128: 26 of 100 passes run.
-    "4aa9f810fcf7": TeaCacheConfig((10346.0157, -1528.32724, 96.7506228, -1.47957093, 0.0135837127), 0.05),
+    "a6956cdaead9": TeaCacheConfig((10346.0157, -1528.32724, 96.7506228, -1.47957093, 0.0135837127), 0.05),
 }
 
 

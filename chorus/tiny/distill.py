@@ -32,6 +32,7 @@ class Distillation(Training):
     student_steps: int = 4
     substeps: int = 8  # the teacher's from noise to video, shared by length in sigma; at least two a stretch
     guidance: float = 2.5
+    by_length: bool = False  # a stretch counts by its length: the last is most of the way, and nothing mends its errors
     muon_lr: float = 0.004
     adam_lr: float = 4e-4
     average: float = 0.99
@@ -66,7 +67,8 @@ class Distiller(Trainer):
             with self.precision():
                 target = (self.arrive(x, now, then, text) - x) / (then - now)
                 v = predict(self.forward, x, now.expand(size), text)
-            loss = (v - target).square().mean() / options.student_steps
+            share = now - then if options.by_length else 1 / options.student_steps
+            loss = (v - target).square().mean() * share
             loss.backward()
             total += float(loss.detach())
             x = x + (then - now) * v.detach()

@@ -48,7 +48,7 @@ def test_a_model_is_added_run_and_verified(
     added = production("model", "add", "tiny-wan", folder, "--dtype", "fp32", "--distilled", "--json")
     assert added.code == 0, added.err
     assert (added.json["name"], added.json["weights"]["folder"]) == ("tiny-wan", str(folder))
-    assert production("model", "list", "-q").lines == ["builtin", "tiny-wan"]
+    assert production("model", "list", "-q").lines == ["builtin", "builtin-4step", "tiny-wan"]
     assert str(folder) in production("model", "list").out
     assert production("model", "add", "tiny-wan", folder).code == 5
 
@@ -76,6 +76,22 @@ def test_a_model_is_added_run_and_verified(
     wrong = production("model", "verify", "tiny-wan")
     assert wrong.code == 3
     assert "transformer/diffusion_pytorch_model.safetensors" in wrong.err and "fetch them again" in wrong.err
+
+
+def test_the_four_step_model_is_there_too(production: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORUS_MODEL", "builtin-4step")
+    monkeypatch.setenv("CHORUS_S3_BUCKET", "only-four-steps")
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"a {colour} circle moves left over a white background\n" for colour in ("red", "blue")))
+    refused = production("submit", path, "--set", "step_cache=teacache")
+    assert refused.code == 2 and "at least 10 steps" in refused.err
+    with worker():
+        ended = production("submit", path, "--wait", "--json")
+    assert ended.code == 0, ended.err
+    assert (ended.json["done"], ended.json["steps_total"]) == (2, 8)
+    for job in production("jobs", str(ended.json["batch_id"]), "-q").lines:
+        shown = production("show", job).out
+        assert "background right" in shown and "color right" in shown
 
 
 def test_a_worker_that_could_only_fail_jobs_doesnt_start(wan_folder: Path, tmp_path: Path, production: Cli) -> None:

@@ -107,6 +107,9 @@ def run(options: argparse.Namespace) -> None:
         known = {(record.kind, record.pair) for record in read([options.out])}
     of, side, steps = card.defaults, options.size or card.defaults.width, options.steps or card.defaults.steps
     settings = GenerationSettings(side, side, of.frames, of.fps, steps, of.guidance_scale, of.shift)
+    if options.radii:
+        edit, see = options.radii
+        card = replace(card, regions={**card.regions, "edit_spatial": edit, "see_spatial": see})
     policies = {arm: policy_of(arm, settings, card) for arm in options.arms or ARMS[steps]}
     engine = Engine.load(options.model)
     part, parts = map(int, options.part.split("/"))
@@ -134,18 +137,23 @@ def report(records: Sequence[Record], tolerance: float) -> None:
         line(kind, arm, found)
     print("\nchosen on even pairs, reported on odd ones")
     chosen: list[Record] = []
-    names = list(dict.fromkeys(r.arm for r in records))
-    differences = dict.fromkeys(DIFFERENCES[r.kind] for r in records)
-    for kind in differences:
-        arms = {arm: [r for r in records if r.arm == arm and DIFFERENCES[r.kind] == kind] for arm in names}
+    for kind in dict.fromkeys(DIFFERENCES[r.kind] for r in records):
+        arms = by_name(r for r in records if DIFFERENCES[r.kind] == kind)
         arm = cheapest(even(arms), tolerance)
         line(kind, arm, odd := [r for r in arms[arm] if r.pair % 2])
         chosen += odd
     line("together", "chosen", chosen)
-    blind = {arm: [r for r in records if r.arm == arm] for arm in names if arm == FULL or is_first_stage_alone(arm)}
+    blind = by_name(r for r in records if r.arm == FULL or is_first_stage_alone(r.arm))
     for arm, found in blind.items():
         line("together", arm, [r for r in found if r.pair % 2])
     print("the first stage alone, for every kind:", cheapest(even(blind), tolerance))
+
+
+def by_name(records: Iterable[Record]) -> dict[str, list[Record]]:
+    arms: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        arms[record.arm].append(record)
+    return arms
 
 
 def even(arms: Mapping[str, Sequence[Record]]) -> dict[str, list[Record]]:
@@ -177,6 +185,7 @@ def main() -> None:
     runs.add_argument("--model", default="builtin")
     runs.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     runs.add_argument("--arms", nargs="+", help="default: those of 20 or of 4 steps")
+    runs.add_argument("--radii", nargs=2, type=int, metavar=("EDIT", "SEE"), help="of regions; default: the card's")
     runs.add_argument("--pairs", type=int, default=40)
     runs.add_argument("--size", type=int, help="default: the card's")
     runs.add_argument("--steps", type=int, help="default: the card's")

@@ -13,11 +13,11 @@ from chorus_batch.chorus.engine import Engine
 from chorus_batch.chorus.errors import WeightsError
 from chorus_batch.chorus.fingerprint import file_checksums
 from chorus_batch.chorus.tiny.codec import LinearCodec
-from chorus_batch.chorus.tiny.model import WEIGHTS, TinyModel, fingerprint
+from chorus_batch.chorus.tiny.model import WEIGHTS, TinyModel, fingerprint, model_names
 from chorus_batch.chorus.tiny.seal import seal
 from chorus_batch.chorus.tiny.text import CHECKSUMS, TextEncoder, minilm_folder
 
-CARD = Path(__file__).parents[3] / "jobs" / "cards" / "builtin.json"
+CARDS = Path(__file__).parents[3] / "jobs" / "cards"
 
 
 @pytest.fixture
@@ -25,10 +25,16 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(WEIGHTS, tmp_path / "weights"))
 
 
-def test_the_model_card_names_these_weights(engine: Engine) -> None:
-    card = json.loads(CARD.read_text("utf-8"))
-    assert card["fingerprint"] == engine.fingerprint == fingerprint()
-    assert card["max_prompt_tokens"] == engine.model.text_slots
+@pytest.mark.parametrize("name", model_names())
+def test_the_model_card_names_these_weights(name: str) -> None:
+    card, model = json.loads((CARDS / f"{name}.json").read_text("utf-8")), TinyModel(name=name)
+    assert card["name"] == model.name == name
+    assert card["fingerprint"] == model.fingerprint == fingerprint(name=name)
+    assert card["max_prompt_tokens"] == model.text_slots
+
+
+def test_the_shipped_weights_are_small() -> None:
+    assert sum(file.stat().st_size for file in WEIGHTS.rglob("*") if file.is_file()) < 16e6
 
 
 def test_every_shipped_file_is_sealed() -> None:
@@ -70,7 +76,7 @@ def test_other_weights_have_another_fingerprint(folder: Path) -> None:
     (folder / "stray.txt").unlink()
     with (folder / "codec.safetensors").open("ab") as codec:
         codec.write(b" ")
-    assert seal(folder) != {"builtin": fingerprint()}
+    assert all(value != fingerprint(name=name) for name, value in seal(folder).items())
 
 
 def test_models_of_one_folder_share_all_but_their_transformers(folder: Path) -> None:

@@ -233,6 +233,21 @@ def test_the_distilled_step_is_where_the_teacher_arrives(small: Path, tmp_path: 
     assert torch.allclose(arrived, 1 + (x - 1) * 0.3 / 0.9, atol=1e-5)
 
 
+@pytest.mark.parametrize(("by_length", "expected"), [(True, 5 / 6), (False, 1 / 2)])
+def test_a_stretch_counts_by_its_length_where_asked(
+    small: Path, tmp_path: Path, by_length: bool, expected: float
+) -> None:
+    options = _training(Distillation, small, tmp_path, student_steps=2, shift=5.0, by_length=by_length)
+    distiller = Distiller(options, Processes())
+    weight = torch.zeros((), requires_grad=True)
+    # From sigma 5/6 on the teacher goes 1 away from the student, before it 0.
+    distiller.teacher = lambda hidden_states, timestep, **_: (
+        torch.ones_like(hidden_states) * (timestep < 834).float()[:, None, None, None, None],
+    )
+    distiller.forward = lambda hidden_states, **_: (weight * hidden_states,)
+    assert distiller.backward(1, 64, (0,)) == pytest.approx(expected, abs=1e-5)
+
+
 def test_distillation_brings_the_student_to_the_guided_teacher(small: Path, tmp_path: Path) -> None:
     options = {"batch": 2, "canvas": 64, "substeps": 1, "guidance": 4.0, "student_steps": 2, "warmup": 1, "decay": 0}
     distiller = Distiller(_training(Distillation, small, tmp_path, steps=40, **options), Processes())
