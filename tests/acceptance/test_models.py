@@ -84,14 +84,14 @@ def test_the_four_step_model_is_there_too(production: Cli, tmp_path: Path, monke
     path = tmp_path / "prompts.txt"
     path.write_text("".join(f"a {colour} circle moves left over a white background\n" for colour in ("red", "blue")))
     refused = production("submit", path, "--set", "step_cache=teacache")
-    assert refused.code == 2 and "at least 10 steps" in refused.err
+    assert refused.code == 3 and "give 10 steps or more" in refused.err
     with worker():
         ended = production("submit", path, "--wait", "--json")
     assert ended.code == 0, ended.err
     assert (ended.json["done"], ended.json["steps_total"]) == (2, 8)
     for job in production("jobs", str(ended.json["batch_id"]), "-q").lines:
         shown = production("show", job).out
-        assert "background right" in shown and "color right" in shown
+        assert "background right" in shown and "colour right" in shown
 
 
 def test_a_worker_that_could_only_fail_jobs_doesnt_start(wan_folder: Path, tmp_path: Path, production: Cli) -> None:
