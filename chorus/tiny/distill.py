@@ -32,7 +32,6 @@ class Distillation(Training):
     student_steps: int = 4
     substeps: int = 8  # the teacher's from noise to video, shared by length in sigma; at least two a stretch
     guidance: float = 2.5
-    by_length: bool = False  # a stretch counts by its length: the last is most of the way, and nothing mends its errors
     muon_lr: float = 0.004
     adam_lr: float = 4e-4
     average: float = 0.99
@@ -55,24 +54,39 @@ class Distiller(Trainer):
 
     def backward(self, size: int, canvas: int, seed: tuple[int, ...]) -> float:
         """Gradients along one walk of the student; returns the mean loss of its steps."""
+        x, text, _ = self.draw(size, canvas, seed)
+        total = 0.0
+        for now, then in pairwise(self.sigmas()):
+            loss, v = self.regress(x, now, then, text)
+            loss = loss / self.training.student_steps
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            x = x + (then - now) * v
+        return total
+
+    def sigmas(self) -> torch.Tensor:
+        """[student_steps + 1], the student's own."""
+        return sigma_grid(self.training.student_steps, self.training.shift).to(self.training.device)
+
+    def draw(self, size: int, canvas: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
+        """Where `size` walks start: noise [size, 16, 3, canvas/4, canvas/4], text [size, slots, d], and the generator
+        of what else is random in them."""
         options, rng = self.training, np.random.default_rng(seed)
         scenes = draw_scenes(size, rng, options.curriculum)
         text = self.text.encode_all([caption(s, rng, drop_words=0.1) for s in scenes])
         generator = torch.Generator().manual_seed(hash((*seed, 2)) % 2**62)
-        shape = (size, 16, 3, canvas // 4, canvas // 4)
-        x = torch.randn(shape, generator=generator).to(options.device)
-        sigmas = sigma_grid(options.student_steps, options.shift).to(options.device)
-        total = 0.0
-        for now, then in pairwise(sigmas):
-            with self.precision():
-                target = (self.arrive(x, now, then, text) - x) / (then - now)
-                v = predict(self.forward, x, now.expand(size), text)
-            share = now - then if options.by_length else 1 / options.student_steps
-            loss = (v - target).square().mean() * share
-            loss.backward()
-            total += float(loss.detach())
-            x = x + (then - now) * v.detach()
-        return total
+        noise = torch.randn((size, 16, 3, canvas // 4, canvas // 4), generator=generator)
+        return noise.to(options.device), text, generator
+
+    def regress(
+        self, x: torch.Tensor, now: torch.Tensor, then: torch.Tensor, text: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The student's squared distance from the teacher's mean velocity over a stretch of sigmas, and its own
+        velocity there, without gradients."""
+        with self.precision():
+            target = (self.arrive(x, now, then, text) - x) / (then - now)
+            v = predict(self.learner.forward, x, now.expand(len(x)), text)
+        return (v - target).square().mean(), v.detach()
 
     @torch.no_grad()
     def arrive(self, x: torch.Tensor, start: torch.Tensor, end: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

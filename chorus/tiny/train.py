@@ -23,7 +23,7 @@ from .decoder import load_codec
 from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
 from .flow import draw_shifts, draw_sigmas, predict
-from .muon import Muon, split_parameters, step_all
+from .learner import Learner
 from .options import parse
 from .processes import Processes
 from .world import Curriculum
@@ -76,48 +76,42 @@ class Trainer:
     """The state of a run, its steps and its records."""
 
     def __init__(self, training: Training, processes: Processes) -> None:
-        """Loads everything and goes on from the checkpoint in `out`, if there is one."""
+        """Loads everything but the run's own state."""
         self.training, self.processes = training, processes
         decoder = Path(training.decoder) if training.decoder else None
         self.codec = load_codec(Path(training.codec), decoder, training.device)
         self.text = BatchEncoder(training.device)
         self.average = load_transformer(Path(training.initial), training.device)
-        self.model = copy.deepcopy(self.average).train().requires_grad_(True)
-        self.matrices, self.others = split_parameters(self.model, is_matrix)
-        self.muon = Muon(self.matrices, lr=training.muon_lr)
-        self.adam = torch.optim.AdamW(self.others, lr=training.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+        self.learner = Learner(
+            copy.deepcopy(self.average), training.muon_lr, training.adam_lr, compiled=training.compile
+        )
         self.step = 0
-        self.forward: Any = torch.compile(self.model, dynamic=False) if training.compile else self.model
-        self.resume()
 
-    def resume(self) -> None:
-        """Takes up the saved state: weights, average, optimizers, step."""
-        state = load_checkpoint(Path(self.training.out))
-        if state is None:
-            return
-        self.model.load_state_dict(state["model"])
+    def state(self) -> dict[str, Any]:
+        """What a run needs to go on: weights, average, optimizers, step; and its options, for the curious."""
+        return self.learner.state() | {
+            "average": self.average.state_dict(),
+            "step": self.step,
+            "training": asdict(self.training),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes up a `state`."""
+        self.learner.load(state)
         self.average.load_state_dict(state["average"])
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])
         self.step = int(state["step"])
 
     def save(self) -> None:
         """Leaves the state and the averaged weights in `out`."""
         if self.processes.rank == 0:
-            state = {
-                "model": self.model.state_dict(),
-                "average": self.average.state_dict(),
-                "muon": self.muon.state_dict(),
-                "adam": self.adam.state_dict(),
-                "step": self.step,
-                "training": asdict(self.training),
-            }
-            save_checkpoint(Path(self.training.out), state)
+            save_checkpoint(Path(self.training.out), self.state())
             save_transformer(self.average, Path(self.training.out))
 
     def run(self) -> None:
-        """Trains up to `steps`, with logs, checkpoints and evaluations on the way."""
+        """Trains up to `steps` from the checkpoint in `out`, if any; logs, saves and evaluates on the way."""
         training = self.training
+        if state := load_checkpoint(Path(training.out)):
+            self.load(state)
         saved = logged = time.monotonic()
         losses: list[float] = []
         while self.step < training.steps:
@@ -141,7 +135,7 @@ class Trainer:
         if training.small_canvas and self.step % 2:
             size, canvas = 2 * size, training.small_canvas
         loss = self.backward(size, canvas, (training.seed, processes.rank, self.step))
-        processes.average_gradients(self.model.parameters())
+        processes.average_gradients(self.learner.model.parameters())
         self.update()
         return loss
 
@@ -157,7 +151,7 @@ class Trainer:
         noisy = (1 - blend) * batch.latents + blend * noise
         texts = self.text.encode_all(batch.captions)
         with self.precision():
-            v = predict(self.forward, noisy, sigma, texts)
+            v = predict(self.learner.forward, noisy, sigma, texts)
         weight = object_weights(batch.cover, blend, training.object_weight)
         error = v - (noise - batch.latents)
         loss = (error.square() * weight).mean() / weight.mean()
@@ -173,13 +167,12 @@ class Trainer:
 
     def update(self) -> None:
         """One step of both optimizers and of the average."""
-        rates = (self.muon, self.training.muon_lr), (self.adam, self.training.adam_lr)
-        step_all(rates, learning_rate_factor(self.step, self.training))
+        self.learner.update(learning_rate_factor(self.step, self.training))
         self.step += 1
         # A young average must not remember where it started.
         keep = min(self.training.average, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
-            for mean, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            for mean, new in zip(self.average.parameters(), self.learner.model.parameters(), strict=True):
                 mean.lerp_(new, 1 - keep)
 
     def evaluate(self) -> None:
@@ -224,11 +217,6 @@ def coarse(error: torch.Tensor) -> torch.Tensor:
     """
     frames = error.flatten(0, 2)[:, None]
     return torch.stack([functional.avg_pool2d(frames, side).square().mean() for side in (4, 8)]).sum()
-
-
-def is_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether it is Muon's (the blocks' matrices) or AdamW's (embeddings, norms, biases, modulation, last layer)."""
-    return name.startswith("blocks.") and parameter.ndim == 2
 
 
 def learning_rate_factor(step: int, training: Training) -> float:

@@ -18,11 +18,13 @@ from chorus_batch.chorus.tiny.distill import Distillation, Distiller
 from chorus_batch.chorus.tiny.evaluate import Generator, Sampling, draw_questions, interval
 from chorus_batch.chorus.tiny.features import BatchEncoder
 from chorus_batch.chorus.tiny.flow import draw_shifts, draw_sigmas, guided, sample, sigma_grid
+from chorus_batch.chorus.tiny.learner import is_matrix
+from chorus_batch.chorus.tiny.match import Matcher, Matching
 from chorus_batch.chorus.tiny.muon import Muon, orthogonalized, split_parameters
 from chorus_batch.chorus.tiny.options import parse
 from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, reuse, shares
 from chorus_batch.chorus.tiny.processes import Processes
-from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, is_matrix, object_weights
+from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, object_weights
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
 from chorus_batch.chorus.tiny.world import is_held_out
 
@@ -53,25 +55,30 @@ def _training(kind: type[Run], small: Path, out: Path, **changes: Any) -> Run:
     return kind(**options | {"batch": 2, "steps": 4} | changes)
 
 
-def test_a_resumed_run_equals_an_unbroken_one(small: Path, tmp_path: Path) -> None:
-    Trainer(_training(Training, small, tmp_path / "whole", decay=0), Processes()).run()
+@pytest.mark.parametrize(("trainer", "kind"), [(Trainer, Training), (Matcher, Matching)])
+def test_a_resumed_run_equals_an_unbroken_one(
+    small: Path, tmp_path: Path, trainer: type[Any], kind: type[Training]
+) -> None:
+    trainer(_training(kind, small, tmp_path / "whole", decay=0), Processes()).run()
     for steps in (2, 4):
-        Trainer(_training(Training, small, tmp_path / "parts", decay=0, steps=steps), Processes()).run()
+        trainer(_training(kind, small, tmp_path / "parts", decay=0, steps=steps), Processes()).run()
     whole, parts = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["step"] == parts["step"] == 4
-    for part in ("model", "average"):
-        assert all(torch.equal(whole[part][k], parts[part][k]) for k in whole[part])
+    pairs = [(whole[part], parts[part]) for part in ("model", "average")]
+    if trainer is Matcher:
+        pairs.append((whole["critic"]["model"], parts["critic"]["model"]))
+    assert all(torch.equal(one[k], other[k]) for one, other in pairs for k in one)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch: its fused RMS norm doesn't mix types, the other one does
-@pytest.mark.parametrize(("trainer", "kind"), [(Trainer, Training), (Distiller, Distillation)])
+@pytest.mark.parametrize(("trainer", "kind"), [(Trainer, Training), (Distiller, Distillation), (Matcher, Matching)])
 def test_only_matrix_products_are_in_bfloat16(
     small: Path, tmp_path: Path, trainer: type[Any], kind: type[Training]
 ) -> None:
     full, half = (trainer(_training(kind, small, tmp_path, bfloat16=b), Processes()) for b in (False, True))
     losses = [run.backward(2, 64, (0, 0, 0)) for run in (full, half)]
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
-    for one, other in zip(full.model.parameters(), half.model.parameters(), strict=True):
+    for one, other in zip(full.learner.model.parameters(), half.learner.model.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert other.dtype == other.grad.dtype == torch.float32
         assert float((one.grad - other.grad).norm()) < 0.1 * float(one.grad.norm()) + 1e-6
@@ -151,7 +158,7 @@ def test_torchrun_takes_no_option_for_its_own() -> None:
     from torch.distributed.run import get_args_parser
 
     its_own = {option for action in get_args_parser()._actions for option in action.option_strings}
-    mine = {"--" + field.name.replace("_", "-") for field in fields(Distillation)}
+    mine = {"--" + field.name.replace("_", "-") for field in fields(Matching)}
     assert "--start-method" in its_own and "--stars" in mine
     assert not [(name, other) for name in mine for other in its_own if other.startswith(name)]
 
@@ -233,21 +240,6 @@ def test_the_distilled_step_is_where_the_teacher_arrives(small: Path, tmp_path: 
     assert torch.allclose(arrived, 1 + (x - 1) * 0.3 / 0.9, atol=1e-5)
 
 
-@pytest.mark.parametrize(("by_length", "expected"), [(True, 5 / 6), (False, 1 / 2)])
-def test_a_stretch_counts_by_its_length_where_asked(
-    small: Path, tmp_path: Path, by_length: bool, expected: float
-) -> None:
-    options = _training(Distillation, small, tmp_path, student_steps=2, shift=5.0, by_length=by_length)
-    distiller = Distiller(options, Processes())
-    weight = torch.zeros((), requires_grad=True)
-    # From sigma 5/6 on the teacher goes 1 away from the student, before it 0.
-    distiller.teacher = lambda hidden_states, timestep, **_: (
-        torch.ones_like(hidden_states) * (timestep < 834).float()[:, None, None, None, None],
-    )
-    distiller.forward = lambda hidden_states, **_: (weight * hidden_states,)
-    assert distiller.backward(1, 64, (0,)) == pytest.approx(expected, abs=1e-5)
-
-
 def test_distillation_brings_the_student_to_the_guided_teacher(small: Path, tmp_path: Path) -> None:
     options = {"batch": 2, "canvas": 64, "substeps": 1, "guidance": 4.0, "student_steps": 2, "warmup": 1, "decay": 0}
     distiller = Distiller(_training(Distillation, small, tmp_path, steps=40, **options), Processes())
@@ -256,6 +248,40 @@ def test_distillation_brings_the_student_to_the_guided_teacher(small: Path, tmp_
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     losses = [distiller.train_step() for _ in range(25)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_video_moves_to_where_the_teacher_finds_it_likelier_than_the_critic(small: Path, tmp_path: Path) -> None:
+    matcher = Matcher(_training(Matching, small, tmp_path), Processes())
+    matcher.teacher, matcher.empty = _Towards(), torch.full((1, 4, 3), 1.0)
+    matcher.critic.forward = lambda **all: _Towards()(**all | {"encoder_hidden_states": torch.full((2, 4, 3), -1.0)})
+    video = torch.full((2, 16, 1, 2, 2), 0.5)
+    moved = matcher.likelier(video, torch.full((2, 4, 3), 1.0), torch.Generator().manual_seed(0))
+    # From -1 towards 1, in units of how far it is from 1.
+    assert torch.allclose(moved, video + 2 / 0.5, atol=1e-3)
+
+
+def test_matching_starts_at_the_student_and_brings_it_to_what_the_teacher_knows(small: Path, tmp_path: Path) -> None:
+    Trainer(_training(Training, small, tmp_path / "other", steps=1), Processes()).run()
+    options = {"student": str(tmp_path / "other"), "canvas": 32, "batch": 4, "warmup": 1, "decay": 0}
+    options |= {"muon_lr": 0.02, "adam_lr": 0.01, "critic_muon_lr": 0.04, "critic_adam_lr": 0.01}
+    matcher = Matcher(_training(Matching, small, tmp_path, steps=100, **options), Processes())
+    start = load_transformer(tmp_path / "other")
+    for learner, first in ((matcher.learner, start), (matcher.critic, load_transformer(small))):
+        assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), first.parameters(), strict=True))
+
+    def teacher(hidden_states: torch.Tensor, timestep: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+        return ((hidden_states - 1) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)  # all videos are ones
+
+    def distance() -> float:
+        x, text, _ = matcher.draw(4, 32, (9, 9, 9))
+        video = sample(matcher.learner.model, x, text, matcher.empty, steps=4, guidance=1.0, shift=5.0)
+        return float((video - 1).abs().mean())
+
+    matcher.teacher = teacher
+    before = distance()
+    for _ in range(60):
+        matcher.train_step()
+    assert distance() < 0.6 * before
 
 
 def test_the_detail_decoder_starts_as_the_linear_codec(codec: SharpCodec) -> None:
