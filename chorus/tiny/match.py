@@ -83,7 +83,7 @@ class Matcher(Distiller):
         with self.precision():
             video = x - last * predict(self.learner.forward, x, last.expand(size), text)
         loss = loss + (video - self.likelier(video.detach(), text, generator)).square().mean() / 2
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for _ in range(self.training.critic_draws):
             self.criticize(video.detach(), text, generator)
         return float(loss.detach())
