@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus_batch.jobs import costs
 from chorus_batch.jobs.database import connect
 from chorus_batch.jobs.settings import Settings
 from tests.faults.bench import Bench, Worker, hiring
@@ -19,7 +20,11 @@ def impatient(settings: Settings) -> Settings:
 
 
 @pytest.fixture
-def bench(migrated_url: str, store_settings: Settings, tmp_path: Path) -> Iterator[Bench]:
+def bench(
+    migrated_url: str, store_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bench]:
+    # Plans of the shipped costs: on a busy machine what a few small jobs took may say that reuse doesn't pay.
+    monkeypatch.setattr(costs, "FEWEST", 10**9)
     settings = impatient(replace(store_settings, database_url=migrated_url))
     engine = connect(migrated_url)
     made = Bench(settings, engine, tmp_path)

@@ -157,7 +157,7 @@ def test_regions_come_from_the_sources_video_or_if_it_is_lost_from_its_evidence(
         bench.sql("SELECT details->>'regions' AS sha256 FROM generations WHERE job_id = :job", job=job.id)[0].sha256
         for job in (expected, follower)
     ]
-    assert follower.cache_result == expected.cache_result == "semantic", (expected, follower)
+    assert follower.cache_result == expected.cache_result == "semantic", (expected.notes, follower.notes)
     assert None not in regions, (regions, follower.notes)
     # Models that know nothing see other things in the video than the source's own attention did.
     assert (regions[0] == regions[1]) is lost
