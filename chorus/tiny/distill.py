@@ -18,9 +18,8 @@ import torch
 from .captions import caption
 from .checkpoint import load_transformer
 from .flow import guided, predict, sigma_grid
-from .options import parse
 from .processes import Processes
-from .train import Trainer, Training
+from .train import Trainer, Training, command
 from .world import draw_scenes
 
 
@@ -104,12 +103,8 @@ class Distiller(Trainer):
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    distillation = parse(
-        Distillation, "Distil the guided teacher (--initial) into a few steps without guidance.", arguments
-    )
-    torch.set_num_threads(distillation.threads)
-    with Processes.join() as processes:
-        Distiller(distillation, processes).run()
+    description = "Distil the guided teacher (--initial) into a few steps without guidance."
+    command(Distiller, Distillation, description, arguments)
 
 
 if __name__ == "__main__":

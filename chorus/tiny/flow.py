@@ -51,6 +51,17 @@ def guided(
     return unconditional + guidance * (conditional - unconditional)
 
 
+def noised(x: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """x_sigma of the clean `x` [n, 16, t, h, w]; `sigma` [n]."""
+    blend = spread(sigma)
+    return (1 - blend) * x + blend * noise
+
+
+def spread(sigma: torch.Tensor) -> torch.Tensor:
+    """[n] to [n, 1, 1, 1, 1], to be multiplied with latents."""
+    return sigma[:, None, None, None, None]
+
+
 @torch.no_grad()
 def sample(
     model: Any,

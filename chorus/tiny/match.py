@@ -8,8 +8,7 @@ steps before the last go on regressing on the teacher, one of them in each walk.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import torch
 
 from .checkpoint import load_transformer
 from .distill import Distillation, Distiller
-from .flow import guided, predict, shifted
+from .flow import guided, noised, predict, shifted, spread
 from .learner import Learner
-from .options import parse
 from .processes import Processes
-from .train import learning_rate_factor
+from .train import command, learning_rate_fall
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Matcher(Distiller):
             self.learner.model.load_state_dict(weights)
             self.average.load_state_dict(weights)
         self.critic = Learner(
-            copy.deepcopy(load_transformer(Path(matching.initial), matching.device)),
+            load_transformer(Path(matching.initial), matching.device),
             matching.critic_muon_lr,
             matching.critic_adam_lr,
             compiled=matching.compile,
@@ -96,7 +94,7 @@ class Matcher(Distiller):
         with self.precision():
             real = guided(self.teacher, noisy, sigma, text, self.empty, self.training.guidance)
             fake = predict(self.critic.forward, noisy, sigma, text)
-        wide = sigma[:, None, None, None, None]
+        wide = spread(sigma)
         distance = (video - (noisy - wide * real)).abs().mean(dim=(1, 2, 3, 4), keepdim=True)
         return video - wide * (real - fake) / distance.clamp_min(1e-3)
 
@@ -114,22 +112,18 @@ class Matcher(Distiller):
         u = 0.02 + 0.96 * torch.rand(len(video), generator=generator)
         sigma = shifted(u, self.training.noise_shift).to(video.device)
         noise = torch.randn(video.shape, generator=generator).to(video.device)
-        wide = sigma[:, None, None, None, None]
-        return (1 - wide) * video + wide * noise, sigma, noise
+        return noised(video, noise, sigma), sigma, noise
 
     def update(self) -> None:
         """The critic's, at its full rate from the first step on, while the student's rises; then the student's."""
         self.processes.average_gradients(self.critic.model.parameters())
-        self.critic.update(learning_rate_factor(self.step, replace(self.training, warmup=1)))
+        self.critic.update(learning_rate_fall(self.step, self.training))
         super().update()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    matching = parse(Matching, "Sharpen a few-step student (--student) of a teacher (--initial).", arguments)
-    torch.set_num_threads(matching.threads)
-    with Processes.join() as processes:
-        Matcher(matching, processes).run()
+    command(Matcher, Matching, "Sharpen a few-step student (--student) of a teacher (--initial).", arguments)
 
 
 if __name__ == "__main__":

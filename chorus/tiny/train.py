@@ -10,9 +10,10 @@ import copy
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
@@ -22,7 +23,7 @@ from .dataset import draw_batch
 from .decoder import load_codec
 from .evaluate import Generator, Sampling, draw_questions
 from .features import BatchEncoder
-from .flow import draw_shifts, draw_sigmas, predict
+from .flow import draw_shifts, draw_sigmas, noised, predict, spread
 from .learner import Learner
 from .options import parse
 from .processes import Processes
@@ -147,12 +148,11 @@ class Trainer:
         shifts = draw_shifts(size, training.least_shift or training.shift, training.shift, generator)
         sigma = draw_sigmas(shifts, generator).to(training.device)
         noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
-        blend = sigma[:, None, None, None, None]
-        noisy = (1 - blend) * batch.latents + blend * noise
+        noisy = noised(batch.latents, noise, sigma)
         texts = self.text.encode_all(batch.captions)
         with self.precision():
             v = predict(self.learner.forward, noisy, sigma, texts)
-        weight = object_weights(batch.cover, blend, training.object_weight)
+        weight = object_weights(batch.cover, spread(sigma), training.object_weight)
         error = v - (noise - batch.latents)
         loss = (error.square() * weight).mean() / weight.mean()
         if training.coarse_weight:
@@ -222,16 +222,33 @@ def coarse(error: torch.Tensor) -> torch.Tensor:
 def learning_rate_factor(step: int, training: Training) -> float:
     """A linear rise, a plateau and a linear fall at the very end."""
     rise = min(1.0, (step + 1) / training.warmup)
-    fall = max(0.1, min(1.0, (training.steps - step) / max(training.decay, 1)))
-    return rise * fall
+    return rise * learning_rate_fall(step, training)
+
+
+def learning_rate_fall(step: int, training: Training) -> float:
+    """The plateau and the fall alone."""
+    return max(0.1, min(1.0, (training.steps - step) / max(training.decay, 1)))
+
+
+Options = TypeVar("Options", bound=Training)
+
+
+def command(
+    trainer: Callable[[Options, Processes], Trainer],
+    options: type[Options],
+    description: str,
+    arguments: list[str] | None,
+) -> None:
+    """A run of `trainer` with options from the command line, in this process or in `torchrun`'s."""
+    training = parse(options, description, arguments)
+    torch.set_num_threads(training.threads)
+    with Processes.join() as processes:
+        trainer(training, processes).run()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    training = parse(Training, "Train the built-in model; goes on from --out's checkpoint if any.", arguments)
-    torch.set_num_threads(training.threads)
-    with Processes.join() as processes:
-        Trainer(training, processes).run()
+    command(Trainer, Training, "Train the built-in model; goes on from --out's checkpoint if any.", arguments)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,10 @@ def test_muon_finds_the_minimum() -> None:
 
 
 class _Towards:
-    """The exact velocity for data that is one point, told by the text; `None` text noise points at zero."""
+    """The exact velocity for data that is one point: `point`, or what the text tells."""
+
+    def __init__(self, point: float | None = None) -> None:
+        self.point = point
 
     def __call__(
         self,
@@ -197,7 +200,8 @@ class _Towards:
         encoder_hidden_states: torch.Tensor,
         return_dict: bool,
     ) -> tuple[torch.Tensor]:
-        point = encoder_hidden_states.mean(dim=(1, 2)).view(-1, 1, 1, 1, 1)
+        told = encoder_hidden_states.mean(dim=(1, 2)).view(-1, 1, 1, 1, 1)
+        point = told if self.point is None else self.point
         return ((hidden_states - point) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)
 
 
@@ -253,7 +257,7 @@ def test_distillation_brings_the_student_to_the_guided_teacher(small: Path, tmp_
 def test_a_video_moves_to_where_the_teacher_finds_it_likelier_than_the_critic(small: Path, tmp_path: Path) -> None:
     matcher = Matcher(_training(Matching, small, tmp_path), Processes())
     matcher.teacher, matcher.empty = _Towards(), torch.full((1, 4, 3), 1.0)
-    matcher.critic.forward = lambda **all: _Towards()(**all | {"encoder_hidden_states": torch.full((2, 4, 3), -1.0)})
+    matcher.critic.forward = _Towards(-1.0)
     video = torch.full((2, 16, 1, 2, 2), 0.5)
     moved = matcher.likelier(video, torch.full((2, 4, 3), 1.0), torch.Generator().manual_seed(0))
     # From -1 towards 1, in units of how far it is from 1.
@@ -269,15 +273,12 @@ def test_matching_starts_at_the_student_and_brings_it_to_what_the_teacher_knows(
     for learner, first in ((matcher.learner, start), (matcher.critic, load_transformer(small))):
         assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), first.parameters(), strict=True))
 
-    def teacher(hidden_states: torch.Tensor, timestep: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
-        return ((hidden_states - 1) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)  # all videos are ones
-
     def distance() -> float:
         x, text, _ = matcher.draw(4, 32, (9, 9, 9))
         video = sample(matcher.learner.model, x, text, matcher.empty, steps=4, guidance=1.0, shift=5.0)
         return float((video - 1).abs().mean())
 
-    matcher.teacher = teacher
+    matcher.teacher = _Towards(1.0)
     before = distance()
     for _ in range(60):
         matcher.train_step()
