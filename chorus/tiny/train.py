@@ -27,7 +27,11 @@ from .flow import draw_shifts, draw_sigmas, noised, predict, spread
 from .learner import Learner
 from .options import parse
 from .processes import Processes
+from .window import corners, cut
 from .world import Curriculum
+
+WINDOWS = (0.5, 0.75)  # of the canvas, each way
+WINDOW_SHIFT = 4.0  # at most: where regions are denoised, the source's video is half there
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Training:
     codec: str
     decoder: str = ""  # the detail decoder, for contact sheets and scores
     canvas: int = 64
-    small_canvas: int = 0  # if any: every other batch is of this size, and of twice as many videos
+    windows: bool = False  # every other batch sees only a window of each video, in less noise
     batch: int = 24
     steps: int = 100_000
     shift: float = 3.0
@@ -55,6 +59,8 @@ class Training:
     patterned: float = 0.3
     neighbour: float = 0.2
     stars: float = 0.2  # not "star": torchrun would take --star for its own --start-method
+    rings: float = 0.0  # added to their share, as stripes
+    stripes: float = 0.0
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -70,7 +76,9 @@ class Training:
     @property
     def curriculum(self) -> Curriculum:
         """How often the harder parts of the world are drawn."""
-        return Curriculum(self.textured, self.patterned, self.neighbour, star=self.stars)
+        return Curriculum(
+            self.textured, self.patterned, self.neighbour, star=self.stars, ring=self.rings, striped=self.stripes
+        )
 
 
 class Trainer:
@@ -132,10 +140,8 @@ class Trainer:
     def train_step(self) -> float:
         """One batch over all processes; returns this process's loss."""
         training, processes = self.training, self.processes
-        size, canvas = training.batch // processes.count, training.canvas
-        if training.small_canvas and self.step % 2:
-            size, canvas = 2 * size, training.small_canvas
-        loss = self.backward(size, canvas, (training.seed, processes.rank, self.step))
+        size = training.batch // processes.count
+        loss = self.backward(size, training.canvas, (training.seed, processes.rank, self.step))
         processes.average_gradients(self.learner.model.parameters())
         self.update()
         return loss
@@ -145,15 +151,22 @@ class Trainer:
         training = self.training
         batch = draw_batch(self.codec, size, canvas, seed, curriculum=training.curriculum, device=training.device)
         generator = torch.Generator().manual_seed(hash((*seed, 1)) % 2**62)
-        shifts = draw_shifts(size, training.least_shift or training.shift, training.shift, generator)
-        sigma = draw_sigmas(shifts, generator).to(training.device)
-        noise = torch.randn(batch.latents.shape, generator=generator).to(training.device)
-        noisy = noised(batch.latents, noise, sigma)
+        part = WINDOWS[self.step // 2 % len(WINDOWS)] if training.windows and self.step % 2 else 1.0
+        most = training.shift if part == 1.0 else WINDOW_SHIFT
+        sigma = draw_sigmas(draw_shifts(size, training.least_shift or most, most, generator), generator)
+        latents, cover = batch.latents, batch.cover
+        if part < 1.0:
+            side = round(part * latents.shape[-1])
+            where = corners(cover, side, generator)
+            latents, cover = cut(latents, where, side), cut(cover, where, side)
+        sigma = sigma.to(training.device)
+        noise = torch.randn(latents.shape, generator=generator).to(training.device)
+        noisy = noised(latents, noise, sigma)
         texts = self.text.encode_all(batch.captions)
         with self.precision():
             v = predict(self.learner.forward, noisy, sigma, texts)
-        weight = object_weights(batch.cover, spread(sigma), training.object_weight)
-        error = v - (noise - batch.latents)
+        weight = object_weights(cover, spread(sigma), training.object_weight)
+        error = v - (noise - latents)
         loss = (error.square() * weight).mean() / weight.mean()
         if training.coarse_weight:
             loss = loss + training.coarse_weight * coarse(error)

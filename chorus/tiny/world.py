@@ -85,6 +85,8 @@ class Curriculum:
     neighbour: float = 0.2
     bounce: float = 1 / len(MOTIONS)
     star: float = 1 / len(SHAPES)
+    ring: float = 0.0  # on top of a ring's share among what is no star
+    striped: float = 0.0  # on top of `textured`
     held_out: bool = False  # draw only held-out combinations instead of never
 
 
@@ -100,16 +102,19 @@ def draw_scenes(count: int, rng: np.random.Generator, curriculum: Curriculum | N
 
 def _draw_scene(rng: np.random.Generator, curriculum: Curriculum) -> Scene:
     while True:
-        shape = "star" if rng.random() < curriculum.star else _choose(rng, SHAPES[:-1])
+        lot = rng.random() - curriculum.star
+        shape = "star" if lot < 0 else "ring" if lot < curriculum.ring else _choose(rng, SHAPES[:-1])
         colour, background = _choose(rng, tuple(COLOURS)), _choose(rng, tuple(BACKGROUNDS))
         if colour != background and is_held_out(colour, shape) == curriculum.held_out:
             break
+    motion = "bounce" if rng.random() < curriculum.bounce else _choose(rng, MOTIONS[:-1])
+    lot = rng.random() - curriculum.textured
     scene = Scene(
         colour=colour,
         shape=shape,
-        motion="bounce" if rng.random() < curriculum.bounce else _choose(rng, MOTIONS[:-1]),
+        motion=motion,
         background=background,
-        texture=_choose(rng, TEXTURES[1:]) if rng.random() < curriculum.textured else "plain",
+        texture=_choose(rng, TEXTURES[1:]) if lot < 0 else "striped" if lot < curriculum.striped else "plain",
         size=_choose(rng, tuple(SIZES)),
         pattern=_choose(rng, PATTERNS[1:]) if rng.random() < curriculum.patterned else "plain",
     )

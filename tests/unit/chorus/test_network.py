@@ -78,6 +78,19 @@ def test_seeing_everything_changes_nothing(network: Network, latents: torch.Tens
     assert (gathered - velocity(network, latents, features)).abs().max() <= 1e-5
 
 
+def test_a_box_of_tokens_is_computed_as_a_video_of_its_size(
+    network: Network, latents: torch.Tensor, features: torch.Tensor
+) -> None:
+    """Places are relative, so the built-in model can learn what regions are from windows on videos."""
+    see = torch.zeros(GRID, dtype=torch.bool)
+    see[:, 1:, 1:3] = True
+    inside = on_latents(see)
+    rows, columns = (inside[0].any(dim=d).nonzero()[:, 0] for d in (1, 0))
+    box = latents[..., rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    gathered = velocity(network, latents, features, see=see)[..., inside]
+    assert (gathered - velocity(network, box, features).flatten(2)).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_region_is_computed_as_if_nothing_else_were_there(
     network: Network, latents: torch.Tensor, features: torch.Tensor, seed: int

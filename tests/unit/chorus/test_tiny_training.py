@@ -26,6 +26,7 @@ from chorus_batch.chorus.tiny.pairs import KINDS, Outcome, deepest, draw_pairs, 
 from chorus_batch.chorus.tiny.processes import Processes
 from chorus_batch.chorus.tiny.train import Trainer, Training, coarse, object_weights
 from chorus_batch.chorus.tiny.train_decoder import DecoderTraining, draw_videos, measure_psnr, train_decoder
+from chorus_batch.chorus.tiny.window import corners, cut
 from chorus_batch.chorus.tiny.world import is_held_out
 
 WEIGHTS = Path(__file__).parents[3] / "chorus" / "tiny" / "weights"
@@ -86,20 +87,27 @@ def test_only_matrix_products_are_in_bfloat16(
     assert all(p.dtype == torch.float32 for p in half.average.parameters())
 
 
-def test_every_other_batch_may_be_of_more_and_smaller_videos(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer(_training(Training, small, tmp_path, canvas=64, small_canvas=32, steps=3), Processes())
-    batches: list[tuple[int, int]] = []
-    whole = trainer.backward
-
-    def watched(size: int, canvas: int, seed: tuple[int, ...]) -> float:
-        batches.append((size, canvas))
-        return whole(size, canvas, seed)
-
-    monkeypatch.setattr(trainer, "backward", watched)
+def test_every_other_batch_may_see_windows_only(small: Path, tmp_path: Path) -> None:
+    trainer = Trainer(_training(Training, small, tmp_path, canvas=64, windows=True, shift=7.0, steps=4), Processes())
+    seen: list[tuple[int, ...]] = []
+    trainer.learner.model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(tuple(given["hidden_states"].shape)), with_kwargs=True
+    )
     trainer.run()
-    assert batches == [(2, 64), (4, 32), (2, 64)]
+    assert [shape[-2:] for shape in seen] == [(16, 16), (8, 8), (16, 16), (12, 12)]
+
+
+def test_a_window_is_around_an_object_and_cuts_no_token() -> None:
+    cover = torch.zeros(200, 1, 3, 32, 32)
+    cover[:, :, 1, 20:23, 30:32] = 1
+    where = corners(cover, 16, torch.Generator().manual_seed(4))
+    assert set(map(tuple, where.tolist())) == {(12, 16), (14, 16)}  # pushed back into the video on the right
+    assert torch.equal(cut(cover, where, 16)[0], cover[0, :, :, int(where[0, 0]) : int(where[0, 0]) + 16, 16:])
+
+
+def test_a_window_without_an_object_is_anywhere() -> None:
+    where = corners(torch.zeros(400, 1, 3, 32, 32), 16, torch.Generator().manual_seed(4))
+    assert set(where.flatten().tolist()) == set(range(0, 17, 2))
 
 
 def test_the_coarse_loss_sees_what_a_square_shares_and_nothing_finer() -> None:

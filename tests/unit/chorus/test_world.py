@@ -42,6 +42,18 @@ def test_an_object_cannot_hide_in_its_background() -> None:
         Scene("blue", "circle", "left", "blue")
 
 
+def test_rings_and_stripes_may_come_on_top() -> None:
+    scenes = draw_scenes(4000, np.random.default_rng(5), Curriculum(textured=0.4, star=0.2, ring=0.4, striped=0.2))
+
+    def share(attribute: str, value: str) -> float:
+        return float(np.mean([getattr(scene, attribute) == value for scene in scenes]))
+
+    assert share("shape", "star") == pytest.approx(0.2, abs=0.03)
+    assert share("shape", "ring") == pytest.approx(0.4 + 0.4 / 4, abs=0.03)
+    assert share("texture", "striped") == pytest.approx(0.2 + 0.4 / 2, abs=0.03)
+    assert share("texture", "plain") == pytest.approx(0.4, abs=0.03)
+
+
 def test_held_out_pairs_are_never_drawn_or_always() -> None:
     rng = np.random.default_rng(0)
     assert not any(is_held_out(s.colour, s.shape) for s in draw_scenes(400, rng))
