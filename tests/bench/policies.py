@@ -1,9 +1,11 @@
 """The same batch under the policies none, nirvana and chorus, on the built-in model; then `chorus-batch compare`.
 
-    uv run --extra dev python -m tests.bench.policies [--families 16] [--steps 20]
+    uv run --extra dev python -m tests.bench.policies [--families 16] [--steps 20] [--warm]
 
-Each family is a prompt and three that differ from it in one attribute, with seeds that no table was chosen on. Starts
-servers of its own in a throw-away folder.
+Each family is a prompt and three that differ from it in one attribute, with seeds that no table was chosen on. With
+`--warm` the families' first prompts are in the cache already and nothing is added, so both policies have the same sources:
+a bad source spoils all of its followers, and which sources are picked is luck. Starts servers of its own in a throw-away
+folder.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from chorus_batch.jobs.settings import Settings
 PROGRAM = Path(sys.executable).with_name("chorus-batch")
 WORDS = {
     "colour": ["red", "green", "blue", "yellow", "purple", "orange", "cyan"],
-    "shape": ["circle", "square", "triangle", "ring"],
+    "texture": ["plain", "striped", "spotted"],
+    "shape": ["circle", "square", "triangle", "ring", "star"],
     "motion": ["moves left", "moves right", "moves up", "moves down", "grows", "shrinks", "stays still"],
     "background": ["black", "white", "gray", "pink"],
 }
@@ -39,7 +42,9 @@ def prompts(families: int, seed: int) -> list[str]:
         for kind in rng.sample(list(WORDS), 3):
             other = rng.choice([word for word in WORDS[kind] if word != first[kind]])
             family.append({**first, kind: other})
-        texts = ["a {colour} {shape} {motion} over a {background} background".format(**each) for each in family]
+        texts = [
+            "a {texture} {colour} {shape} {motion} over a {background} background".format(**each) for each in family
+        ]
         if not any(text in found for text in texts) and len(set(texts)) == 4:
             found |= dict.fromkeys(texts)
     return list(found)
@@ -50,6 +55,9 @@ def main() -> None:
     parser.add_argument("--families", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=20260)
+    parser.add_argument(
+        "--warm", action="store_true", help="ask for the variants alone, their first prompts in the cache"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chorus-bench-", dir="/tmp"))
     folder.chmod(0o711)
@@ -61,17 +69,25 @@ def main() -> None:
             [PROGRAM, *command], env=environment, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
 
-    try:
-        path = folder / "families.csv"
+    rows = [(text, 1000 + n) for n, text in enumerate(prompts(arguments.families, arguments.seed))]
+    first = [row for n, row in enumerate(rows) if n % 4 == 0] if arguments.warm else []
+    asked = [row for row in rows if row not in first]
+
+    def submit(what: list[tuple[str, int]], policy: str, cache: str, prefix: str = "") -> str:
+        path = folder / "rows.csv"
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["prompt", "seed"])
-            writer.writerows((text, 1000 + n) for n, text in enumerate(prompts(arguments.families, arguments.seed)))
-        batches = [
-            run("submit", str(path), "--wait", "-q", "--name", policy, "--policy", policy,
-                "--set", f"steps={arguments.steps}").strip()
-            for policy in ("none", "nirvana", "chorus")
-        ]  # fmt: skip
+            writer.writerows(what)
+        options = ("--policy", policy, "--cache", cache, "--set", f"steps={arguments.steps}")
+        return run("submit", str(path), "--wait", "-q", "--name", prefix + policy, *options).strip()
+
+    try:
+        if first:
+            for policy in ("nirvana", "chorus"):
+                submit(first, policy, "exact", "sources of ")
+        cache = "readonly" if first else "on"
+        batches = [submit(asked, policy, cache) for policy in ("none", "nirvana", "chorus")]
         print(run("compare", *batches))
         print(run("compare", *batches, "--json"))
         # What a hit does before its first step, against a plain generation.
@@ -87,6 +103,16 @@ def main() -> None:
                   " avg((not g.scores @? '$.* ? (@ == false)')::int) all_right"
                   " from generations g join jobs k on k.id = g.job_id where g.cache_result = 'semantic'"
                   " group by 1, 2 order by 1, 2"))  # fmt: skip
+        # The hits of both policies: how many are right under both, under one alone, under none.
+        print(
+            run(
+                "sql",
+                "with hits as (select j.batch_id, j.prompt, not g.scores @? '$.* ? (@ == false)' fine"
+                " from generations g join jobs j on j.id = g.job_id where g.cache_result = 'semantic')"
+                " select n.fine nirvana, c.fine chorus, count(*) from hits n join hits c using (prompt)"
+                f" where n.batch_id = {batches[1]} and c.batch_id = {batches[2]} group by 1, 2 order by 1, 2",
+            )
+        )
     finally:
         profile.down(settings)
         shutil.rmtree(folder)
